@@ -343,7 +343,7 @@ class Flow(Hedging):
             return
         if worker.role == "decode" and not self._others(worker):
             return  # to wait on is all that is left
-        self._moved = not isinstance(leg, TokenizeLeg)
+        self._moved = not isinstance(leg, TokenizeLeg) and self.second_leg() is None  # beside which nobody new is asked
         self._fault(SILENT)
 
     def leg(self) -> Waits | None:
@@ -414,7 +414,7 @@ class Flow(Hedging):
             if whole and worker.heard_at < self.sent_at:
                 worker.put_out(now)  # in all that time it has said nothing to anybody
             self._blame(worker, "no token within the deadline")
-            self.hedge_failed("no KV within the deadline")
+            self._hedge_late(now)
         if whole:
             told = f"no answer within {now - self.started_at:.0f} s: ask for fewer tokens (max_tokens), or with stream: true"
         else:

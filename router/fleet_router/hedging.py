@@ -35,7 +35,7 @@ NOT_JSON: Final = "prefill answered something that is not JSON"
 class Hedge:
     """Of one attempt: who is waited for, and the second leg once it was sent."""
 
-    __slots__ = ("connection", "decode", "first", "lacks", "leg", "ran", "sent_at", "timer", "weighed", "worker")
+    __slots__ = ("connection", "decode", "first", "lacks", "leg", "paid", "ran", "sent_at", "timer", "weighed", "worker")
 
     def __init__(self, first: Worker, decode: Worker, weighed: Weighed) -> None:
         self.first, self.decode, self.weighed = first, decode, weighed
@@ -45,8 +45,8 @@ class Hedge:
         self.connection: Upstream | None = None
         self.sent_at = self.lacks = 0.0
         """`lacks`: tokens that were taken from the budget for it."""
-        self.ran = False
-        """The worker may have begun: there may be KV of it."""
+        self.paid = self.ran = False
+        """They were, and are not given back; the worker may have begun: there may be KV of it."""
 
 
 class HedgeLeg(PrefillLeg):
@@ -134,7 +134,7 @@ class Hedging(Retrying):
 
     def _send_hedge(self, hedge: Hedge, worker: Worker, lacks: float) -> None:
         now, context = self._context.clock(), self._context
-        hedge.worker, hedge.sent_at, hedge.lacks = worker, now, lacks
+        hedge.worker, hedge.sent_at, hedge.lacks, hedge.paid = worker, now, lacks, True
         hedge.leg = leg = HedgeLeg(cast("Flow", self), worker, hedge.decode)
         worker.began()
         if self._trip is not None:
@@ -158,12 +158,13 @@ class Hedging(Retrying):
     def _hedge_connected(self, hedge: Hedge, leg: HedgeLeg, payload: bytes, connection: Upstream | None, why: str) -> None:
         worker, mine = leg.worker, self._leg is leg
         if not mine and self._hedge is not hedge:
+            self._costs_nothing(hedge)  # also when it was the only one at its end
             if connection is not None:
                 worker.pool.put(connection)
         elif connection is None and not mine:
             self.hedge_failed(why, blamed=why != NO_ROOM, gone=why != NO_ROOM)
         elif connection is None:
-            self._context.hedges.give_back(hedge.lacks)
+            self._costs_nothing(hedge)
             self.end_leg()
             self._not_connected(leg, why)
         else:
@@ -171,6 +172,12 @@ class Hedging(Retrying):
             if mine:
                 self._connection = connection
             connection.send(leg, payload, self._context.outbox)
+
+    def _costs_nothing(self, hedge: Hedge) -> None:
+        """Nothing was sent, or the worker never had it. Once."""
+        if hedge.paid:
+            hedge.paid = False
+            self._context.hedges.give_back(hedge.lacks)
 
     def hedges_by(self, leg: HedgeLeg) -> bool:
         """It is the second of two legs that are under way."""
@@ -217,7 +224,16 @@ class Hedging(Retrying):
         one = None if hedge is None else hedge.connection
         if hedge is not None:
             early = self._context.clock() - hedge.sent_at <= self.config.reused_close_s
-            self.hedge_failed(reason, blamed=one is None or not one.used or one.got_bytes or not early)
+            blamed = one is None or not one.used or one.got_bytes or not early
+            if not blamed:
+                self._costs_nothing(hedge)
+            self.hedge_failed(reason, blamed=blamed)
+
+    def _hedge_late(self, now: float) -> None:
+        """The request's time is over. That is no fault of a second one that has had less of it than the first one had alone."""
+        hedge = self._hedge
+        if hedge is not None:
+            self.hedge_failed("no KV within the deadline", blamed=now - hedge.sent_at >= hedge.sent_at - self.sent_at)
 
     def hedge_failed(self, why: str, *, blamed: bool = True, gone: bool = False) -> None:
         """Nothing came of it, if it was sent; the first leg is waited for as if it had not been. `blamed`: that counts against
@@ -270,7 +286,7 @@ class Hedging(Retrying):
         if hedge.ran:
             self.give_back(hedge.worker)
         else:
-            self._context.hedges.give_back(hedge.lacks)
+            self._costs_nothing(hedge)
         self._excluded = self._excluded | {hedge.worker.uid}
         if self._trip is not None:
             self._trip.hedge_over(self._context.clock(), won=False)

@@ -136,7 +136,7 @@ class Prewarm:
         outcome: Outcome = "lost"
         began = started
         try:
-            status, body = await self._leg(prefill, prefill_body(ask), request_id, until)
+            status, body, _ = await self._leg(prefill, prefill_body(ask), request_id, until)
             reference = reference_of(body) if status == OK else None
             if reference is None:
                 return "refused" if status < SERVER else "lost"
@@ -144,10 +144,10 @@ class Prewarm:
                 released = msgspec.json.encode({"lease_id": lease})
             outcome = "failed"
             began = context.clock()
-            status, body = await self._leg(decode, decode_body(ask, reference), request_id, until)
+            status, body, sent_at = await self._leg(decode, decode_body(ask, reference), request_id, until)
             if status == OK and is_object(body):
                 outcome = "done"
-                self._learn(prefill, decode, float(prompt_tokens_of(body)), context.clock() - began)
+                self._learn(prefill, decode, float(prompt_tokens_of(body)), context.clock() - sent_at)
             elif status < SERVER:
                 outcome = "refused"
         except BROKEN as error:  # as far as it had come
@@ -168,20 +168,29 @@ class Prewarm:
             {"model": config.served_name, "prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": False}
         )
 
-    async def _leg(self, worker: Worker, body: bytes, request_id: str, until: float) -> tuple[int, bytes]:
-        """OSError, too, when another pod has the worker's address, as far as its agent tells."""
-        endpoint = worker.endpoint
+    async def _leg(self, worker: Worker, body: bytes, request_id: str, until: float) -> tuple[int, bytes, float]:
+        """(status, body, when it was sent); OSError, too, when another pod has the worker's address, as far as its agent tells.
+        ConnectionRefusedError: nothing was sent."""
+        endpoint, clock, sent_at = worker.endpoint, self._context.clock, 0.0
 
         async def proven() -> bool:
+            nonlocal sent_at
             found = await worker.pool.proven()
             worker.unproven = worker.unproven or not found  # else nobody would look before a request meets it
+            sent_at = clock()
             return found
 
-        async with asyncio.timeout(until - self._context.clock()):
-            return await posted(
-                endpoint.address, endpoint.http_port, COMPLETIONS_PATH.decode(), request_id, named(body, endpoint.model, ""),
-                ANSWER_BYTES, proven,
-            )  # fmt: skip
+        try:
+            async with asyncio.timeout(until - clock()):
+                status, found = await posted(
+                    endpoint.address, endpoint.http_port, COMPLETIONS_PATH.decode(), request_id,
+                    named(body, endpoint.model, ""), ANSWER_BYTES, proven,
+                )  # fmt: skip
+        except TimeoutError as error:
+            if not sent_at:
+                raise ConnectionRefusedError("it was not reached in time") from error
+            raise
+        return status, found, sent_at
 
     def _learn(self, prefill: Worker, decode: Worker, tokens: float, seconds: float) -> None:
         """The pair has met."""

@@ -16,6 +16,7 @@ import pytest
 from fleet_router.config import HedgeBounds
 from fleet_router.explain.shown import shown
 from fleet_router.follow.documents import Documents
+from fleet_router.policy.hedge import SAVED_MOST
 from fleet_router.workers import Worker
 from fleet_wire.endpoints import Endpoints
 from tests.fleet_router.fake_worker import REFERENCE, FakeWorker, answer
@@ -430,6 +431,7 @@ def test_a_pooled_connection_that_the_second_had_closed_is_no_failure_of_it():
         other.behave = closes
         await until(lambda: stalls.events().get("failed") == 1)
         assert worker_of(stalls, other).breaker.failures == 0
+        assert stalls.rig.context.hedges.saved == SAVED_MOST, "nor does it cost anything"
         stalls.told[0].set_result(200)
         assert (await task)[0] == 200
 

@@ -211,6 +211,31 @@ def test_nobody_is_asked_to_give_back_what_a_leg_that_waited_for_its_connection_
     with_stalls(test)
 
 
+@pytest.mark.parametrize("why", ["it leaves", "its time is over"])
+def test_a_second_that_is_the_only_one_and_was_never_sent_costs_nothing(why: str, monkeypatch: pytest.MonkeyPatch):
+    """The first one failed while it waited for its connection: it was as good as sent from then on."""
+
+    async def test(stalls: Stalls) -> None:
+        connects = Connects(monkeypatch)
+        task, other = await started(stalls, connects)
+        stalls.told[0].set_result(500)
+        await until(lambda: stalls.events().get("won") == 1)
+        if why == "it leaves":
+            (connection,) = stalls.rig.connections
+            assert connection._transport is not None
+            connection._transport.abort()
+            await asyncio.gather(task, return_exceptions=True)
+        else:
+            stalls.rig.sweep(later_s=3600.0)
+            assert (await task)[0] == 504
+        monkeypatch.undo()
+        connects.let.set()
+        await until(lambda: len(other.pool._idle) == 1)
+        assert (balance(stalls), len(stalls.asked)) == (0.0, 1)
+
+    with_stalls(test, config=SOON)
+
+
 def test_a_second_that_runs_is_paid_for():
     async def test(stalls: Stalls) -> None:
         stalls.rig.context.hedges.saved = 5.0
@@ -283,6 +308,26 @@ def test_when_both_are_silent_somebody_else_is_asked():
     with_stalls(test, prefill=3)
 
 
+def test_a_second_that_falls_silent_after_the_first_did_is_not_waited_for_either():
+    """Nobody new had been asked when the first was found silent: that was no move yet."""
+
+    async def test(stalls: Stalls) -> None:
+        apart(stalls)
+        task = await stalls.both()
+        first, second = stalls.asked
+        heard(stalls, second)
+        looked(stalls, HEDGED.silent_s + 1)
+        assert stalls.events() == {"started": 1, "won": 1}
+        worker_of(stalls, second).heard_at = 0.0
+        looked(stalls, HEDGED.silent_s + 2)
+        assert (await task)[0] == 200, "its decode worker computes it"
+        assert [counted(stalls, worker_of(stalls, one)) for one in (first, second)] == [OUT, OUT]
+        await stalls.gave_back(first)
+        await stalls.gave_back(second)
+
+    with_stalls(test)
+
+
 @pytest.mark.parametrize("winner", [0, 1])
 def test_a_leg_that_lost_is_no_silence(winner: int):
     async def test(stalls: Stalls) -> None:
@@ -318,6 +363,23 @@ def test_a_deadline_counts_against_both():
         assert [counted(stalls, worker_of(stalls, one)) for one in stalls.asked] == [ONCE, ONCE]
 
     with_stalls(test)
+
+
+def test_a_deadline_is_no_fault_of_a_second_that_has_had_less_time_than_the_first_had_alone():
+    """It was sent a moment before: the first one was expected to need most of the time that there is."""
+
+    async def test(stalls: Stalls) -> None:
+        apart(stalls, SOON)
+        task = await stalls.both()
+        (connection,) = stalls.rig.connections
+        flow: Any = connection.flow
+        flow.deadline = stalls.rig.context.clock()
+        flow.expire(flow.deadline + 0.001)
+        assert (await task)[0] == 504
+        assert [counted(stalls, worker_of(stalls, one)) for one in stalls.asked] == [ONCE, NOT]
+        assert stalls.record()["tries"][0]["hedge"]["why"] == "no KV within the deadline"
+
+    with_stalls(test, config=SOON)
 
 
 # -- bugs ------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -317,6 +318,36 @@ def test_nothing_is_sent_to_a_pod_that_is_not_the_one_that_was_meant(role: str):
             assert table.trouble.out == 0
 
     run(test, config=ON)
+
+
+@pytest.mark.parametrize(("answers_s", "timeout_s", "outcome"), [(0.3, 3.0, "done"), (30.0, 0.3, "lost")])
+def test_an_agent_that_takes_its_time_is_no_handshake_and_no_pair_that_fails(answers_s: float, timeout_s: float, outcome: str):
+    """Its decode worker answers at once when it is sent something; or is sent nothing."""
+    config = msgspec.structs.replace(ON, prewarm=PrewarmBounds(pairs=4, timeout_s=timeout_s))
+    answered = asyncio.Event()
+
+    async def agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(reader.read(), answers_s)  # or until it is asked no more
+        writer.close()
+        answered.set()
+
+    async def test(rig: Rig) -> None:
+        server = await asyncio.start_server(agent, "127.0.0.1", 0)
+        async with server:
+            port, table = server.sockets[0].getsockname()[1], rig.context.table
+            found = [worker.endpoint for worker in table.workers.values()]
+            found = [msgspec.structs.replace(one, agent_port=port) if one.role == "decode" else one for one in found]
+            rig.router.apply(Documents(config, Endpoints(fleet="f", namespace="n", workers=tuple(found))))
+            assert await warmed(rig) == outcome
+            assert not table.pairs.breakers
+            assert len(rig.decode[0].seen) == (outcome == "done")
+            [prefill] = table.by_role["prefill"]
+            assert all(took_s < answers_s for took_s in prefill.warmed.values())
+            assert len(prefill.warmed) == (outcome == "done")
+            await answered.wait()
+
+    run(test, config=config)
 
 
 def test_a_bug_of_ours_is_told_and_holds_nobody_up():

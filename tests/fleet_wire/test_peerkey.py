@@ -81,3 +81,15 @@ def test_a_file_that_comes_later_is_taken_at_once_and_one_that_goes_changes_noth
     assert file.keys == (KEY,), "somebody may still write"
     file.look()
     assert (file.keys, file.is_outdated) == ((NEXT, KEY), False)
+
+
+def test_a_file_that_goes_a_second_time_is_told_a_second_time(tmp_path: Path):
+    """The same file was back in between: nothing had to be read, and it counted as if it had never been back."""
+    file, away = KeyFile(tmp_path / "key"), tmp_path / "away"
+    file.path.write_bytes(KEY)
+    assert file.look() == ""
+    for _ in range(2):
+        file.path.rename(away)
+        assert [file.look(), file.look()] == ["No such file or directory", ""]
+        away.rename(file.path)
+        assert (file.look(), file.is_outdated) == ("", False)

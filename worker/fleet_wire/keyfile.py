@@ -31,7 +31,10 @@ class KeyFile:
                 status = os.fstat(opened.fileno())
                 stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
                 before, self._found = self._found, stamp
-                if stamp == self._stamp or (self.keys and stamp != before):
+                if stamp == self._stamp:
+                    self._problem = ""  # it is back as it was
+                    return ""
+                if self.keys and stamp != before:
                     return ""
                 self._take(opened.read(KEY_FILE_BYTES + 1))
         except (OSError, ValueError) as error:

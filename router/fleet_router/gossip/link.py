@@ -89,7 +89,7 @@ class Link:
         """Open, then speak until cancelled; GossipError when it cannot begin. One that has the fleet's key alone waits for it,
         and for another pod that it could speak to."""
         self._read_key()
-        while self._own is None and not (self._keys and self._routers):
+        while self._own is None and not (self._keys and (self._routers or self._settings.peers)):
             await asyncio.sleep(KEY_POLL_S)
             self._read_key()
         if not self._keys:
@@ -192,7 +192,7 @@ class Link:
 
     def _read_key(self) -> None:
         for file in (self._own, self._shared):
-            if file is not None and (problem := file.look()) and (file is self._own or file.keys or file.path.exists()):
+            if file is not None and (problem := file.look()) and (file is self._own or file.keys or _may_be_there(file.path)):
                 self._log(event="gossip-key", problem=problem)
         self._own_keys = of_lines(self._own.keys) if self._own is not None else ()
         shared = self._shared.keys if self._shared is not None else ()
@@ -223,6 +223,17 @@ class Link:
             "# TYPE fleet_router_gossip_received_total counter", f"fleet_router_gossip_received_total {counts.received}",
             "# TYPE fleet_router_gossip_refused_total counter", *refused,
         ]  # fmt: skip
+
+
+def _may_be_there(path: Path) -> bool:
+    """There is such a file, or nobody can tell: `Path.exists` raises where a folder may not be looked into."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _bound(family: socket.AddressFamily, address: Address) -> socket.socket:
