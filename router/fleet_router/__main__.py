@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from fleet_router.gossip.link import GossipSettings
-from fleet_router.members import Member
+from fleet_router.members import OWN_KEY, Member
 from fleet_router.tls import TlsFiles
 from fleet_wire.peerkey import PEER_KEY_ENV, PEER_SCOPE_ENV
 
@@ -110,7 +110,8 @@ def seconds(text: str) -> float:
 def gossip_of(given: argparse.Namespace) -> GossipSettings | None:
     """None without a key: no gossip. Process i of several has the i-th port; siblings need none. The file of the environment is
     for pods that were given no key for gossip alone; a supervisor's own one is for its processes."""
-    shared = None if given.gossip_port and given.gossip_key else os.environ.get(PEER_KEY_ENV)
+    own = given.gossip_key is None or str(given.gossip_key).startswith(OWN_KEY)
+    shared = os.environ.get(PEER_KEY_ENV) if own else None
     if given.gossip_key is None and not shared:
         return None
     member: Member = given.member

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 ASK_S = 1.0
 LINE_BYTES = 16_384
 """A path with its query, and for decisions who may read what."""
+OWN_KEY = "/proc/self/fd/"
+"""Where the file lies with a key that the processes of one pod alone share; a number follows."""
 MEMBER = re.compile(r"^(\d{1,3})/(\d{1,3})/([0-9a-f]{16})$")
 
 Answer = tuple[int, bytes]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from fleet_router.explain.journal import write
+from fleet_router.members import OWN_KEY
 from fleet_router.port import listening
 
 AGAIN_S = 1.0
@@ -56,7 +57,7 @@ class Supervisor:
         while True:
             began = time.monotonic()
             argv = [sys.executable, "-m", "fleet_router", *self._argv, "--member", member]
-            argv += ["--gossip-key", f"/proc/self/fd/{key}"] if key is not None else []
+            argv += ["--gossip-key", f"{OWN_KEY}{key}"] if key is not None else []
             code = await self._run(argv, key)
             if self._stop.is_set():
                 return exit_code(code)

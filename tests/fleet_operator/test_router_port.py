@@ -94,6 +94,25 @@ def test_routers_gossip_by_the_fleets_key_where_they_have_none_of_their_own(monk
             assert found.scope == "n/f"
 
 
+@pytest.mark.parametrize(
+    ("given", "shared"),
+    [
+        (["--gossip-key", "/k", "--gossip-port", "8082"], False),
+        (["--gossip-key", "/k", "--gossip-peers", "r:8082"], False),
+        (["--gossip-key", "/proc/self/fd/9", "--member", "0/2/0123456789abcdef"], True),
+        (["--gossip-key", "/proc/self/fd/9", "--gossip-port", "8082", "--member", "0/2/0123456789abcdef"], True),
+        (["--gossip-port", "8082"], True),
+    ],
+)
+def test_other_pods_are_told_by_the_key_that_they_have(given: list[str], shared: bool, monkeypatch: pytest.MonkeyPatch):
+    """A port of one's own made the supervisor's key, which no other pod has, the one that all were told by; peers without a port
+    were told by the fleet's key, though they were named together with another one."""
+    monkeypatch.setenv(PEER_KEY_ENV, "/shared")
+    found = gossip_of(arguments(["--follow", "dir:/x", *given]))
+    assert found is not None
+    assert (found.shared is not None) == shared
+
+
 def test_another_number_of_routers_and_a_later_key_make_no_other_template():
     assert pod(replicas=1) == pod(replicas=3)
 

@@ -89,7 +89,7 @@ class Link:
         """Open, then speak until cancelled; GossipError when it cannot begin. One that has the fleet's key alone waits for it,
         and for another pod that it could speak to."""
         self._read_key()
-        while self._own is None and not (self._keys and (self._routers or self._settings.peers)):
+        while self._own is None and not (self._keys and self._routers):
             await asyncio.sleep(KEY_POLL_S)
             self._read_key()
         if not self._keys:

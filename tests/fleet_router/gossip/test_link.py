@@ -293,26 +293,6 @@ def test_processes_of_a_pod_hear_each_other_before_the_fleets_key_is_there(tmp_p
         assert set(link._keys) == {*parse_keys(b"o" * 64), fleets}
 
 
-def test_routers_that_the_command_line_names_are_spoken_to_by_the_fleets_key(tmp_path: Path):
-    """It waited for others that the endpoints name, which nobody had promised."""
-    shared = tmp_path / "shared"
-    shared.write_text("s" * 64)
-
-    async def go() -> None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
-            other.bind(("127.0.0.1", 0))
-            settings = GossipSettings(None, "127.78.1.1", 18_904, (other.getsockname(),), 18_904, shared=shared, scope="ns/f")
-            link = Link(settings, Share(1, 0.0), asyncio.get_running_loop().time, lambda **_: None)
-            running = asyncio.create_task(link.run())
-            try:
-                await until(lambda: link.counts.sent > 0)
-            finally:
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(go())
-
-
 def test_a_shared_key_file_that_cannot_be_looked_at_is_told_and_ends_nothing(tmp_path: Path):
     """Only whose folder is not there, or has no such file, is waited for without a word."""
     said = list[str]()
