@@ -1,5 +1,5 @@
 """A request as it is handed from module to module: what is read of it some sixty times on its way. Plain classes, which the
-compiler makes as cheap as C's: a msgspec.Struct is asked for an attribute by name, at six times the instructions.
+compiler makes as cheap as C's: a msgspec.Struct is asked for an attribute by name, some 130 instructions each time (callgrind).
 
 Nobody changes one of them: several flows may hold it. Who needs another one makes it.
 """

@@ -140,7 +140,7 @@ def _usage_at(tail: bytes, at: int) -> tuple[int, int] | None:
 
 
 def as_written(tail: bytes, at: int) -> tuple[int, int] | None:
-    """As vLLM writes it without spaces: a twentieth of the pattern's instructions, a fiftieth of what a request costs."""
+    """As vLLM writes it without spaces. The pattern took 6,500 of the 160,000 instructions of a request with everything on."""
     if not tail.startswith(_USAGE, at):
         return None
     prompt, at = _whole_at(tail, at + len(_USAGE))
