@@ -26,7 +26,7 @@ from e2e.traffic import FIRST_PLAIN_TOKEN, VOCABULARY, Request
 INTERVAL_S = 30
 FEWEST = 10
 """Requests before a canary is judged (analysis.minRequests)."""
-SLOW = Path(__file__).parent / "slow"
+SLOW = Path(__file__).parent / "changed"
 PERCENT = 25
 JUDGED = {
     "ttft": ("prefill", 1.0, {"ttftP99": "2x", "itlP99": "9.9x"}, "TTFT p99"),

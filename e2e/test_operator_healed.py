@@ -51,7 +51,7 @@ PROMPT, ANSWER = 96, 24
 worker computes each, each time."""
 CACHE = "32Mi"
 """512 blocks of the tiny model: 64 such prompts with their answers."""
-POISON = Path(__file__).parent / "poison"
+POISON = Path(__file__).parent / "changed"
 HELD_S = 20.0
 FOUND_S = 120.0
 """A router tries a pair that it put out again after 5 s, then 10 s, and tells it from the second time on."""

@@ -1,7 +1,8 @@
-"""In a worker's PYTHONPATH: a torch engine that can be told to hand no KV to anybody, while it answers and is ready.
+"""In a worker's PYTHONPATH: a torch engine of which one thing is otherwise, for rows about workers that are slow or poisoned.
 
-Python imports this by itself before anything else. POISON_DIR: a folder; a pod whose uid is a file's name there says of each
-lease that it does not hold, after greetings as friendly as ever.
+Python imports this by itself before anything else. Each variable that is set changes one module when it is imported:
+SLOW_S, seconds that each step takes longer; POISON_DIR, a folder: a pod whose uid is a file's name there says of each lease that
+it does not hold, after greetings as friendly as ever, while it answers and is ready.
 """
 
 from __future__ import annotations
@@ -9,20 +10,23 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import time
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-OWNER = "fleet_worker.transfer.owner"
 
+class _Changed(MetaPathFinder):
+    """Finds one module once, as everybody does, and changes it when it was loaded."""
 
-class _Poison(MetaPathFinder):
-    """Finds the owner's half of a hand-off once, as everybody does, and has it refuse."""
+    def __init__(self, name: str, change: Callable[[Any], None]) -> None:
+        self.name, self.change = name, change
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != OWNER:
+        if fullname != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -32,10 +36,21 @@ class _Poison(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             load(module)
-            poison(module)
+            self.change(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def slow(module: Any) -> None:
+    """Each step takes longer."""
+    compute = module.EngineCore._compute
+
+    def slowly(self: Any, work: list[Any]) -> Any:
+        time.sleep(float(os.environ["SLOW_S"]))
+        return compute(self, work)
+
+    module.EngineCore._compute = slowly
 
 
 def poison(module: Any) -> None:
@@ -52,5 +67,9 @@ def poison(module: Any) -> None:
     module.Owner.reply = refusing
 
 
-if "POISON_DIR" in os.environ:
-    sys.meta_path.insert(0, _Poison())
+for variable, name, change in (
+    ("SLOW_S", "fleet_worker.engine.core", slow),
+    ("POISON_DIR", "fleet_worker.transfer.owner", poison),
+):
+    if variable in os.environ:
+        sys.meta_path.insert(0, _Changed(name, change))
