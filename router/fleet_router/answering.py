@@ -94,7 +94,7 @@ class Answering(Metering):
         were not reached have not failed."""
         self.config = context.config  # a reload does not change a running request
         self._excluded = self._barred = frozenset[str]()
-        """Whom the rest is not asked of; whom nothing may be."""
+        """Whom the rest is not asked of; whom nothing may be: told to give its KV back, or not in the gateway's subset."""
         self._local = ask.alone
         """The KV is not to come from a prefill worker, or not any more."""
         self._connection: Upstream | None = None

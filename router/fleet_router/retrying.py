@@ -77,7 +77,9 @@ class Retrying(Awaiting):
         self._give_back(worker, b'{"lease_id":"' + lease.encode() + b'"}')
 
     def give_back(self, worker: Worker) -> None:
-        """A prefill leg ended without telling of a lease, which may be there all the same."""
+        """A prefill leg ended without telling of a lease, which may be there all the same. Nobody is asked for what he was told
+        to give back (see `_others_than`)."""
+        self._barred = self._barred | {worker.uid}
         self._give_back(worker, b'{"request_id":"' + self._client.leg_id.encode() + b'"}')
 
     def _give_back(self, worker: Worker, body: bytes) -> None:

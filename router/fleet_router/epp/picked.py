@@ -58,7 +58,7 @@ class Picked(Flow):
         """Whoever has joined while it waited may be outside of the gateway's subset."""
         if (subset := self._subset) is not None:
             decodes = self._context.table.by_role["decode"]
-            self._barred = frozenset(worker.uid for worker in decodes if address_of(worker) not in subset)
+            self._barred |= {worker.uid for worker in decodes if address_of(worker) not in subset}
             self._excluded |= self._barred
         super().begin()
 
