@@ -381,8 +381,8 @@ class Answering(Metering):
         """A read is at fault that ends with [DONE], and nobody gets it."""
 
     @abstractmethod
-    def _fault(self, why: str) -> None:
-        """The worker's answer is not to be gone on with."""
+    def _fault(self, why: str, *, blamed: bool = True) -> None:
+        """The worker's answer is not to be gone on with. `blamed`: that counts against it."""
 
     def _end_runaway(self, why: Why) -> None:
         """The stream is at the end of an event: ours is the last one. The worker sees a client that left, and stops."""

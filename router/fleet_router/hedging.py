@@ -230,10 +230,10 @@ class Hedging(Retrying):
             self.hedge_failed(reason, blamed=blamed)
 
     def _hedge_late(self, now: float) -> None:
-        """The request's time is over. That is no fault of a second one that has had less of it than the first one had alone."""
+        """The request's time is over."""
         hedge = self._hedge
         if hedge is not None:
-            self.hedge_failed("no KV within the deadline", blamed=now - hedge.sent_at >= hedge.sent_at - self.sent_at)
+            self.hedge_failed("no KV within the deadline", blamed=self._had_its_time(hedge.sent_at, now))
 
     def hedge_failed(self, why: str, *, blamed: bool = True, gone: bool = False) -> None:
         """Nothing came of it, if it was sent; the first leg is waited for as if it had not been. `blamed`: that counts against

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from fleet_router.errors import RequestError
+from fleet_router.health.patience import had_its_time
 from fleet_router.waiting import Awaiting
 from fleet_router.workers import Worker
 
@@ -48,10 +49,15 @@ class Retrying(Awaiting):
         self._context.metrics.retries += 1
         return True
 
-    def _blame(self, worker: Worker, why: str, *, gone: bool = False) -> None:
-        """It failed, and with it this attempt."""
+    def _blame(self, worker: Worker, why: str, *, gone: bool = False, blamed: bool = True) -> None:
+        """Its leg failed, and with it this attempt. `blamed`: that counts against it."""
         self.record.went_wrong(self._context.clock(), why)
-        self.counts_against(worker, gone=gone)
+        if blamed:
+            self.counts_against(worker, gone=gone)
+
+    def _had_its_time(self, sent_at: float, now: float) -> bool:
+        """The time of the request is over: that counts against the worker of a leg that was sent then."""
+        return had_its_time(sent_at, now, self.config.first_token_deadline_s)
 
     def counts_against(self, worker: Worker, *, gone: bool = False) -> None:
         """A leg there failed, whatever becomes of the request: others are preferred for a while, and its revision's errors
