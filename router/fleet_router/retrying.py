@@ -86,9 +86,16 @@ class Retrying(Awaiting):
         """A prefill leg ended without telling of a lease, which may be there all the same. Nobody is asked for what he was told
         to give back (see `_others_than`)."""
         self._barred = self._barred | {worker.uid}
-        self._give_back(worker, b'{"request_id":"' + self._client.leg_id.encode() + b'"}')
+        self._give_back(worker, self._by_name())
 
     def _give_back(self, worker: Worker, body: bytes) -> None:
         """By itself from here on: whatever becomes of the request, this is sent."""
+        self._context.releases.send(worker.pool, self._release_of(worker, body), self._context.clock())
+
+    def _by_name(self) -> bytes:
+        """What gives back whatever this request has at a worker."""
+        return b'{"request_id":"' + self._client.leg_id.encode() + b'"}'
+
+    def _release_of(self, worker: Worker, body: bytes) -> bytes:
         head = HEAD % (RELEASE_PATH, worker.pool.authority, self.record.leg_id.encode(), len(body), self.record.onward)
-        self._context.releases.send(worker.pool, head + body, self._context.clock())
+        return head + body
