@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet_router.health.races import LOST_MOST
-from fleet_router.overtaken import DUE_MOST_S, RunsOn
+from fleet_router.overtaken import DUE_MOST_S, Overtaken, RunsOn
 from fleet_router.policy.candidate import prefill_sent
 from fleet_router.watching import watch
 from fleet_router.workers import Worker
@@ -209,7 +210,9 @@ class Fleet:
 
     def __init__(self, rig: Rig) -> None:
         self.rig, self.now = rig, rig.context.clock()
-        rig.context.clock = lambda: self.now
+        nobody: Any = SimpleNamespace(send=lambda *_: None)
+        context: Any = SimpleNamespace(metrics=rig.context.metrics, releases=nobody, clock=lambda: self.now)
+        self.overtaken = Overtaken(context)
         self.workers = rig.context.table.by_role["prefill"]
         self.answers: list[tuple[float, RunsOn]] = []
         self.put_out: set[str] = set()
@@ -224,7 +227,7 @@ class Fleet:
                     if not leg.over:
                         leg.on_head(200, [])
                         leg.on_end()
-            self.rig.context.overtaken.look(self.rig.context.table.workers, self.now, SILENT_S)
+            self.overtaken.look(self.rig.context.table.workers, self.now, SILENT_S)
             self.put_out |= {worker.uid for worker in self.workers if not worker.breaker.closed}
 
     def races(self, first: int, wait_s: float, took_s: tuple[float, float]) -> None:
@@ -236,7 +239,7 @@ class Fleet:
         winner = int(done[1] < done[0] and done[0] > sent[1])
         self.goes_on(done[winner])
         legs[winner].answers(sent[winner], self.now)
-        loser, overtaken = legs[1 - winner], self.rig.context.overtaken
+        loser, overtaken = legs[1 - winner], self.overtaken
         if (
             done[0] > sent[1]
             and loser.races.lost_one(sent[1 - winner], self.now, 0.0, loser.heard_at)
@@ -257,7 +260,6 @@ RACES = st.lists(
 
 def race(races: list[Any], change: Callable[[int, float], float], then: Callable[[Fleet], None]) -> None:
     async def go(rig: Rig) -> None:
-        rig.context.releases.send = lambda *_: None
         fleet = Fleet(rig)
         for first, wait_s, took_s, pause_s in races:
             by = [int(first), 1 - int(first)]
@@ -265,7 +267,7 @@ def race(races: list[Any], change: Callable[[int, float], float], then: Callable
             fleet.goes_on(fleet.now + pause_s)
         fleet.goes_on(fleet.now + DUE_MOST_S + SILENT_S + 1)
         then(fleet)
-        rig.context.overtaken.stop(fleet.now)
+        fleet.overtaken.stop(fleet.now)
         for worker in fleet.workers:
             while worker.own:
                 worker.ended()
