@@ -94,7 +94,7 @@ class Answering(Metering):
         were not reached have not failed."""
         self.config = context.config  # a reload does not change a running request
         self._excluded = self._barred = frozenset[str]()
-        """Whom the rest is not asked of; whom nothing may be."""
+        """Whom the rest is not asked of; whom nothing may be: told to give its KV back, or not in the gateway's subset."""
         self._local = ask.alone
         """The KV is not to come from a prefill worker, or not any more."""
         self._connection: Upstream | None = None
@@ -381,8 +381,8 @@ class Answering(Metering):
         """A read is at fault that ends with [DONE], and nobody gets it."""
 
     @abstractmethod
-    def _fault(self, why: str) -> None:
-        """The worker's answer is not to be gone on with."""
+    def _fault(self, why: str, *, blamed: bool = True) -> None:
+        """The worker's answer is not to be gone on with. `blamed`: that counts against it."""
 
     def _end_runaway(self, why: Why) -> None:
         """The stream is at the end of an event: ours is the last one. The worker sees a client that left, and stops."""

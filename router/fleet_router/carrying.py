@@ -57,9 +57,10 @@ class Carrying(Measuring):
 
     def _others_than(self, failed: Worker) -> frozenset[str]:
         """Whom the rest is not asked of. Workers that failed before are asked again when nobody else is left: a container that
-        started anew keeps its pod's uid."""
+        started anew keeps its pod's uid. Not those that were told to give this request's KV back: that message goes by
+        its name, and could come later than another leg of that name, and end it."""
         tried = self._excluded | {failed.uid}
-        return tried if isinstance(self._pick(tried), Choice) else frozenset({failed.uid})
+        return tried if isinstance(self._pick(tried), Choice) else self._barred | {failed.uid}
 
     def _said(self) -> Said | None:
         """What the client has; None when it cannot be known."""

@@ -17,6 +17,7 @@ from fleet_router.holding import Holding
 from fleet_router.inbound import Heads
 from fleet_router.metrics import Metrics
 from fleet_router.outbox import Outbox
+from fleet_router.overtaken import Overtaken
 from fleet_router.policy.hedge import HedgeBudget
 from fleet_router.release import Releases
 from fleet_router.spare import Spares
@@ -76,6 +77,7 @@ class Context:
     room: Room = field(default_factory=Room)
     drafts: Drafts = field(default_factory=Drafts)
     releases: Releases = field(init=False)
+    overtaken: Overtaken = field(init=False)
     outbox: Outbox = field(default_factory=Outbox)
     heads: Heads = field(default_factory=Heads)
     ends: Ends = field(default_factory=Ends)
@@ -90,5 +92,6 @@ class Context:
 
     def __post_init__(self) -> None:
         self.releases = Releases(self.metrics)
+        self.overtaken = Overtaken(self)
         self.spares = Spares(self.metrics.requests)
         self.holding.faults = self.desk.faults

@@ -1,5 +1,5 @@
-"""A model's tokenizer at work: a little text on the loop, more of it in a thread while its request waits, and neither without an
-end.
+"""A model's tokenizer at work: a little text on the loop, if it is known to be quick (`linear.py`), more of it in a thread while
+its request waits, and neither without an end.
 
 Its pattern is somebody's program, and what it costs may grow with what clients write: with the square of a text's length and
 more. Nothing can end one that runs. So each use is measured, in time of a core; a tokenizer that takes too long is used no more,
@@ -19,8 +19,8 @@ from typing import Any, Final, Protocol
 
 from fleet_router.tokeniser import UnreadableError
 
-INLINE_CHARS: Final = 2_048
-"""So much is encoded on the loop: about a millisecond."""
+INLINE_MOST_S: Final = 0.005
+"""A tokenizer that took longer on the loop has its thread for all texts from then on."""
 WAITING_MOST: Final = 64
 WAITING_CHARS_MOST: Final = 1024 * 1024
 """Prompts that wait for the thread, and their text, of which it does about as much in a second; more go by the approximate
@@ -40,6 +40,9 @@ Ids = Sequence[Sequence[int]]
 class Encodes(Protocol):
     """A tokenizer."""
 
+    inline_chars: int
+    """So much of a text may be encoded on the loop."""
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each; UnreadableError."""
         ...
@@ -56,10 +59,10 @@ async def beside(function: Callable[..., Any], *given: Any, most_s: float = BUIL
 
 
 class Encoding:
-    """One per process. `gave_up` hears of a tokenizer that takes too long, and why."""
+    """One per process. `gave_up` hears of a tokenizer that takes too long, and why; `say` of what is to be known beside that."""
 
-    def __init__(self, gave_up: Callable[[Encodes, str], None]) -> None:
-        self._gave_up = gave_up
+    def __init__(self, gave_up: Callable[[Encodes, str], None], say: Callable[[str], None]) -> None:
+        self._gave_up, self._say = gave_up, say
         self._loop = asyncio.get_running_loop()
         self._encoder = _Thread()
         self._jobs: deque[tuple[Future[Any], Encodes]] = deque()
@@ -79,7 +82,11 @@ class Encoding:
             found = tokeniser.encode(texts)
         except UnreadableError:
             found = None
-        self._judge(tokeniser, sum(map(len, texts)), time.thread_time() - began)
+        took_s = time.thread_time() - began
+        if took_s > INLINE_MOST_S:
+            tokeniser.inline_chars = 0
+            self._say(f"the tokenizer took {took_s * 1e3:.0f} ms on the loop: it has its thread from now on")
+        self._judge(tokeniser, sum(map(len, texts)), took_s)
         return found
 
     @property

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 COMPLETIONS_PATH: Final = b"/v1/completions"
 TOKENIZE_PATH: Final = b"/tokenize"
+LATE: Final = "no token within the deadline"
 
 
 class Flow(Hedging):
@@ -245,10 +246,11 @@ class Flow(Hedging):
         self._handed_over = decode.endpoint.tier  # also without a reference: an engine that gives none is what must be noticed
         self._send_decode(decode, reference)
 
-    def leg_failed(self, worker: Worker, why: str, *, gone: bool = False) -> None:
+    def leg_failed(self, worker: Worker, why: str, *, gone: bool = False, blamed: bool = True) -> None:
         """A leg broke. Before the first byte to the client: once more, elsewhere, if the budget has it. Prefill that failed twice
-        is done by the decode worker; decode that failed twice is 502. `gone`: the worker could not be connected to."""
-        self._blame(worker, why, gone=gone)
+        is done by the decode worker; decode that failed twice is 502. `gone`: the worker could not be connected to; `blamed`: it
+        counts against it."""
+        self._blame(worker, why, gone=gone, blamed=blamed)
         if self._hedge is not None and self._goes_on_elsewhere():
             self._prefill_failures += 1
             return
@@ -302,18 +304,18 @@ class Flow(Hedging):
             self._send(worker, self._tokenize_body(), TokenizeLeg(self, worker, then), path=TOKENIZE_PATH)
         return isinstance(found, Choice)
 
-    def not_told(self, worker: Worker, why: str, *, gone: bool) -> None:
+    def not_told(self, worker: Worker, why: str, *, gone: bool, blamed: bool) -> None:
         """A worker did not tell a prompt's tokens. The rest of a stream has the time that it would have had."""
-        self._blame(worker, why, gone=gone)
+        self._blame(worker, why, gone=gone, blamed=blamed)
         if self.started:
             self.deadline = self._context.clock() + self.config.first_token_deadline_s
 
-    def _fault(self, why: str) -> None:
+    def _fault(self, why: str, *, blamed: bool = True) -> None:
         leg = self._leg
         self._abandon_leg()
         self.end_leg()
         if isinstance(leg, (PrefillLeg, DecodeLeg)):
-            leg.failed(why)
+            leg.failed(why, blamed=blamed)
 
     def decode_failed(self, worker: Worker, why: str) -> None:
         """A 5xx of the decode leg. With KV from elsewhere the pair may be to blame: it is put out before the worker is."""
@@ -404,16 +406,18 @@ class Flow(Hedging):
             self._refuse(error)
             return
         if self.started and self._leg_worker is not None:
-            self._fault("no token within the deadline")
+            said = self.last_byte_at >= self.sent_at
+            self._fault(LATE, blamed=said or self._had_its_time(self.sent_at, now))
             return
         if self._has_more_time(now):
             return
         worker = self._leg_worker
         whole = worker is not None and self._comes_whole(worker)
         if worker is not None:
-            if whole and worker.heard_at < self.sent_at:
+            blamed = self._had_its_time(self.sent_at, now)
+            if blamed and whole and worker.heard_at < self.sent_at:
                 worker.put_out(now)  # in all that time it has said nothing to anybody
-            self._blame(worker, "no token within the deadline")
+            self._blame(worker, LATE, blamed=blamed)
             self._hedge_late(now)
         if whole:
             told = f"no answer within {now - self.started_at:.0f} s: ask for fewer tokens (max_tokens), or with stream: true"

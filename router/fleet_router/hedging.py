@@ -35,7 +35,9 @@ NOT_JSON: Final = "prefill answered something that is not JSON"
 class Hedge:
     """Of one attempt: who is waited for, and the second leg once it was sent."""
 
-    __slots__ = ("connection", "decode", "first", "lacks", "leg", "paid", "ran", "sent_at", "timer", "weighed", "worker")
+    __slots__ = (
+        "connection", "decode", "first", "lacks", "leg", "paid", "patience_s", "ran", "sent_at", "timer", "weighed", "worker",
+    )  # fmt: skip
 
     def __init__(self, first: Worker, decode: Worker, weighed: Weighed) -> None:
         self.first, self.decode, self.weighed = first, decode, weighed
@@ -43,8 +45,8 @@ class Hedge:
         self.worker: Worker | None = None
         self.leg: HedgeLeg | None = None
         self.connection: Upstream | None = None
-        self.sent_at = self.lacks = 0.0
-        """`lacks`: tokens that were taken from the budget for it."""
+        self.sent_at = self.lacks = self.patience_s = 0.0
+        """`lacks`: tokens that were taken from the budget for it; `patience_s`: how long it was to take at most."""
         self.paid = self.ran = False
         """They were, and are not given back; the worker may have begun: there may be KV of it."""
 
@@ -137,8 +139,8 @@ class Hedging(Retrying):
         hedge.worker, hedge.sent_at, hedge.lacks, hedge.paid = worker, now, lacks, True
         hedge.leg = leg = HedgeLeg(cast("Flow", self), worker, hedge.decode)
         worker.began()
-        if self._trip is not None:
-            self._trip.hedged(worker, lacks, now)
+        if self._trip is not None and (bounds := self.config.hedge) is not None:
+            hedge.patience_s = wait_s(self._trip.hedged(worker, lacks, now), bounds.after, bounds.least_s)
         context.metrics.hedges["started"] += 1
         context.metrics.hedge_tokens += int(lacks)
         self.record.tries[-1].second = Second(worker, now)
@@ -199,7 +201,8 @@ class Hedging(Retrying):
         if reference_of(body) is None and not is_object(body):
             self.hedge_failed(NOT_JSON)
             return False
-        self._abandon_leg()
+        if not self._runs_on(hedge.first, self._connection, self.sent_at, 0.0, second=False):
+            self._abandon_leg()
         self._excluded = self._excluded | {hedge.first.uid}  # see `_end_hedge`
         self.end_leg()
         self._becomes_first(hedge, hedge.worker)
@@ -230,10 +233,10 @@ class Hedging(Retrying):
             self.hedge_failed(reason, blamed=blamed)
 
     def _hedge_late(self, now: float) -> None:
-        """The request's time is over. That is no fault of a second one that has had less of it than the first one had alone."""
+        """The request's time is over."""
         hedge = self._hedge
         if hedge is not None:
-            self.hedge_failed("no KV within the deadline", blamed=now - hedge.sent_at >= hedge.sent_at - self.sent_at)
+            self.hedge_failed("no KV within the deadline", blamed=self._had_its_time(hedge.sent_at, now))
 
     def hedge_failed(self, why: str, *, blamed: bool = True, gone: bool = False) -> None:
         """Nothing came of it, if it was sent; the first leg is waited for as if it had not been. `blamed`: that counts against
@@ -280,12 +283,14 @@ class Hedging(Retrying):
             hedge.timer.cancel()
         if hedge.worker is None:
             return
-        if hedge.connection is not None:
+        overtaken, patience_s = outcome == "lost", hedge.patience_s
+        runs_on = overtaken and self._runs_on(hedge.worker, hedge.connection, hedge.sent_at, patience_s, second=True)
+        if hedge.connection is not None and not runs_on:
             hedge.connection.abort()
         hedge.worker.ended()
-        if hedge.ran:
+        if hedge.ran and not runs_on:
             self.give_back(hedge.worker)
-        else:
+        elif not hedge.ran:
             self._costs_nothing(hedge)
         self._excluded = self._excluded | {hedge.worker.uid}
         if self._trip is not None:
@@ -293,6 +298,24 @@ class Hedging(Retrying):
         self._context.metrics.hedges[outcome] += 1
         if (told := self.record.tries[-1].second) is not None:
             told.outcome, told.why = outcome, why
+
+    def _runs_on(self, worker: Worker, connection: Upstream | None, sent_at: float, patience_s: float, *, second: bool) -> bool:
+        """A leg was overtaken that was to take `patience_s` at most. True: it is not cut, see `overtaken`. Where a client did not
+        read, its answer may be there; of one that has begun to answer there is nothing to find out."""
+        now, running = self._context.clock(), self._context.overtaken
+        if connection is None or connection.got_bytes or self._stalled_at or self._trip is None:
+            return False
+        on_trial = not worker.breaker.closed
+        if not worker.races.lost_one(sent_at, now, patience_s, worker.heard_at, on_trial=on_trial) or not running.has_room(
+            worker
+        ):
+            return False
+        expected = self._trip.overtaken(second=second)
+        if expected is None:
+            return False
+        self._barred = self._barred | {worker.uid}
+        running.take(worker, connection, sent_at, expected, self._release_of(worker, self._by_name()))
+        return True
 
     @abstractmethod
     def prefilled(self, prefill: Worker, decode: Worker, body: bytes) -> bool:

@@ -18,7 +18,7 @@ import msgspec
 
 from fleet_router.agreeing import agreement
 from fleet_router.ask import Ask, Hints
-from fleet_router.encoding import INLINE_CHARS, Encodes, Encoding, beside
+from fleet_router.encoding import Encodes, Encoding, beside
 from fleet_router.follow.kvevents import Connected, EventReader, Live, Lost, Message, NoReplay
 from fleet_router.kvindex.believed import Believed
 from fleet_router.kvindex.tokenised import Reading, TokenisedPrefixes, keys_of_ids
@@ -65,7 +65,7 @@ class Knowledge:
         self._clock = clock
         self._say = say
         self._loop = asyncio.get_running_loop()
-        self._encoding = Encoding(self._gave_up)
+        self._encoding = Encoding(self._gave_up, say)
         self._reader = EventReader(self._deliver)
         self._endpoints: dict[str, Endpoint] = {}
         self._tokeniser: Tokeniser | None = None
@@ -155,7 +155,7 @@ class Knowledge:
             self.prefixes = TokenisedPrefixes(TOKENS_MOST, splits=made.splits)
             self._tokeniser, self._digest, self._again_s = made, digest, AGAIN_S
             self._alike = {endpoint.compat: True}
-        self._say(f"tokenizer from {endpoint.name}: usable={made.usable} splits={made.splits}")
+        self._say(f"tokenizer from {endpoint.name}: usable={made.usable} splits={made.splits} on_loop={made.inline_chars > 0}")
 
     def _gave_up(self, tokeniser: Encodes, why: str) -> None:
         """It is used no more: what it costs is for clients to choose."""
@@ -233,7 +233,7 @@ class Knowledge:
         prefixes = self.prefixes  # of this tokenizer
         reading = prefixes.read(text, lead)
         texts = [reading.segments[i] for i in reading.missing]
-        if reading.missing_chars <= INLINE_CHARS:
+        if reading.missing_chars <= tokeniser.inline_chars:
             encoded = self._encoding.at_once(tokeniser, texts)
             return NOT_KNOWN if encoded is None else self._learn(prefixes, reading, encoded, lead, under)
         if not self._encoding.has_room:

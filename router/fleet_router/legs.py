@@ -93,9 +93,9 @@ class PrefillLeg:
     def on_fault(self, error: Exception) -> None:
         self._flow.fault(error)
 
-    def failed(self, why: str, *, gone: bool = False) -> None:
-        """It is over, and nothing came of it. `gone`: the worker could not be connected to."""
-        self._flow.leg_failed(self._worker, why, gone=gone)
+    def failed(self, why: str, *, gone: bool = False, blamed: bool = True) -> None:
+        """It is over, and nothing came of it. `gone`: the worker could not be connected to; `blamed`: it counts against it."""
+        self._flow.leg_failed(self._worker, why, gone=gone, blamed=blamed)
 
 
 class DecodeLeg:
@@ -197,9 +197,9 @@ class DecodeLeg:
     def on_fault(self, error: Exception) -> None:
         self._flow.fault(error)
 
-    def failed(self, why: str, *, gone: bool = False) -> None:
-        """It is over, and nothing came of it. `gone`: the worker could not be connected to."""
-        self._flow.leg_failed(self._worker, why, gone=gone)
+    def failed(self, why: str, *, gone: bool = False, blamed: bool = True) -> None:
+        """It is over, and nothing came of it. `gone`: the worker could not be connected to; `blamed`: it counts against it."""
+        self._flow.leg_failed(self._worker, why, gone=gone, blamed=blamed)
 
 
 class TranslatedLeg(DecodeLeg):
@@ -264,11 +264,11 @@ class TranslatedLeg(DecodeLeg):
             self.on_raw(b"")
         super().on_lost(reason)
 
-    def failed(self, why: str, *, gone: bool = False) -> None:
+    def failed(self, why: str, *, gone: bool = False, blamed: bool = True) -> None:
         """See `DecodeLeg`."""
         if not self._translation.stream:
             self._translation.collected.clear()  # whoever is asked next answers from the beginning
-        super().failed(why, gone=gone)
+        super().failed(why, gone=gone, blamed=blamed)
 
     def _finish(self) -> None:
         if self._translation.stream and not self._translation.complete:
@@ -379,7 +379,7 @@ class TokenizeLeg(DecodeLeg):
         self._flow.end_leg()
         self._then(tokens_of(bytes(self._answer)) if self._held == OK else [])
 
-    def failed(self, why: str, *, gone: bool = False) -> None:
+    def failed(self, why: str, *, gone: bool = False, blamed: bool = True) -> None:
         """Nothing was computed: it takes no retry, and the request goes on without the tokens."""
-        self._flow.not_told(self._worker, why, gone=gone)
+        self._flow.not_told(self._worker, why, gone=gone, blamed=blamed)
         self._then([])

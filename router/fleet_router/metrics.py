@@ -53,7 +53,8 @@ class Metrics:
     """Of KV that nobody will read: done (200), refused, lost, late, unreachable, dropped (too many are unanswered)."""
     hedges: Counter[str] = field(default_factory=Counter)
     """Prefill legs that were sent to a second worker because the first was late: started, how they ended (won, lost, failed,
-    cut), and those for which the budget had nothing left (refused)."""
+    cut), and those for which the budget had nothing left (refused). Legs that lost and run on, to see whether their worker
+    answers at all (watched), and those that found one that does not (swallowed)."""
     hedge_tokens: int = 0
     """Uncached tokens that they were to compute."""
     retries: int = 0

@@ -268,6 +268,7 @@ class Router:
             for port in self._ports:
                 await port.close()
             self._context.holding.stop()
+            self._context.overtaken.stop(self._clock())
             self._prewarm.stop()
             await asyncio.gather(
                 self._drain(), *([self._picker.stop(self._settings.drain_s)] if self._picker is not None else [])

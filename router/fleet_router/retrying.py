@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from fleet_router.errors import RequestError
+from fleet_router.health.patience import had_its_time
 from fleet_router.waiting import Awaiting
 from fleet_router.workers import Worker
 
@@ -48,10 +49,15 @@ class Retrying(Awaiting):
         self._context.metrics.retries += 1
         return True
 
-    def _blame(self, worker: Worker, why: str, *, gone: bool = False) -> None:
-        """It failed, and with it this attempt."""
+    def _blame(self, worker: Worker, why: str, *, gone: bool = False, blamed: bool = True) -> None:
+        """Its leg failed, and with it this attempt. `blamed`: that counts against it."""
         self.record.went_wrong(self._context.clock(), why)
-        self.counts_against(worker, gone=gone)
+        if blamed:
+            self.counts_against(worker, gone=gone)
+
+    def _had_its_time(self, sent_at: float, now: float) -> bool:
+        """The time of the request is over: that counts against the worker of a leg that was sent then."""
+        return had_its_time(sent_at, now, self.config.first_token_deadline_s)
 
     def counts_against(self, worker: Worker, *, gone: bool = False) -> None:
         """A leg there failed, whatever becomes of the request: others are preferred for a while, and its revision's errors
@@ -77,10 +83,19 @@ class Retrying(Awaiting):
         self._give_back(worker, b'{"lease_id":"' + lease.encode() + b'"}')
 
     def give_back(self, worker: Worker) -> None:
-        """A prefill leg ended without telling of a lease, which may be there all the same."""
-        self._give_back(worker, b'{"request_id":"' + self._client.leg_id.encode() + b'"}')
+        """A prefill leg ended without telling of a lease, which may be there all the same. Nobody is asked for what he was told
+        to give back (see `_others_than`)."""
+        self._barred = self._barred | {worker.uid}
+        self._give_back(worker, self._by_name())
 
     def _give_back(self, worker: Worker, body: bytes) -> None:
         """By itself from here on: whatever becomes of the request, this is sent."""
+        self._context.releases.send(worker.pool, self._release_of(worker, body), self._context.clock())
+
+    def _by_name(self) -> bytes:
+        """What gives back whatever this request has at a worker."""
+        return b'{"request_id":"' + self._client.leg_id.encode() + b'"}'
+
+    def _release_of(self, worker: Worker, body: bytes) -> bytes:
         head = HEAD % (RELEASE_PATH, worker.pool.authority, self.record.leg_id.encode(), len(body), self.record.onward)
-        self._context.releases.send(worker.pool, head + body, self._context.clock())
+        return head + body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -12,11 +13,18 @@ import msgspec
 import xxhash
 
 from fleet_router.kvindex.tokenised import cut
+from fleet_router.linear import is_linear
 from fleet_wire.template import ChatTemplate, NoTemplateError, Steps, TooMuchError
 
 FETCH_TIMEOUT_S = 30.0
 MOST_BYTES = 128 * 1024 * 1024
 SAMPLE = "The quick brown fox jumps over 13 lazy dogs.\nIt's (almost) 42 o'clock: été, naïve, 東京. " * 30
+INLINE_CHARS = 2_048
+"""So much of a text is encoded on the loop, about a millisecond, by a tokenizer that is known to be quick at any."""
+QUICK_S = 0.005
+"""All streams wait meanwhile. Of a core: what takes longer over a probe, or one conversation, has no place on the loop."""
+MESSAGE_S = 50e-6
+"""More for each of its messages."""
 MESSAGES_MOST = 512
 """Of a conversation that is rendered here, on the loop: 10 to 35 us each by the templates in use."""
 STEPS = Steps(each=30_000, per_character=0)
@@ -30,6 +38,10 @@ PROBE_S = 0.05
 """Of a core, for one of them; tokenizers in use need one or two milliseconds."""
 PANIC = "PanicException"
 ROW = ("role", "content")
+CONVERSATION = msgspec.json.encode([
+    {"role": "system", "content": "You help."}, {"role": "user", "content": "Where to? " * 60},
+    {"role": "assistant", "content": "There. " * 60}, {"role": "user", "content": "Why?"},
+])  # fmt: skip
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 NOT_GIVEN = {"tools": None, "documents": None}
 """Engines give every template these, as Hugging Face's own rendering does: none is not the same as not defined."""
@@ -52,6 +64,8 @@ class Tokeniser:
             if not _is_rusts(error):
                 raise
             raise ValueError(f"tokenizer.json cannot be read: {error}") from error
+        self._tokenizer.no_padding()  # as engines call it: to its own length, and whole
+        self._tokenizer.no_truncation()
         settings = _settings(files.get("tokenizer_config.json", "{}"))
         self._special = {name: _text(settings.get(name)) for name in SPECIAL}
         self._template = _template(files.get("chat_template.jinja") or settings.get("chat_template"))
@@ -62,8 +76,14 @@ class Tokeniser:
         self.lead: tuple[int, ...] = tuple(with_special[: len(with_special) - len(bare)]) if bare else ()
         """Special tokens before a completion's prompt."""
         self.usable = with_special == [*self.lead, *bare]
-        if (slow := self._slow()) is not None:
-            raise ValueError(f"it takes {slow[1]:.2f} s over {PROBE_CHARS} characters like {slow[0]!r}")
+        unit, took_s = self._slowest()
+        if took_s > PROBE_S:
+            raise ValueError(f"it takes {took_s:.2f} s over {PROBE_CHARS} characters like {unit!r}")
+        self.inline_chars = INLINE_CHARS if took_s <= QUICK_S and is_linear(self._tokenizer) else 0
+        """So much of a text may be encoded on the loop; whoever finds it slow there sets it to 0."""
+        self._clock = time.perf_counter
+        """A conversation that took too long by it may have waited for the core: the next one is measured in time of that."""
+        self._drop_slow_template()
         self.splits = [i for part in cut(SAMPLE) for i in self._ids(part, special=False)] == self._ids(SAMPLE, special=False)
         """A text's tokens are those of its segments."""
 
@@ -73,14 +93,29 @@ class Tokeniser:
         except BaseException as error:
             raise UnreadableError(f"the tokenizer gave up: {error}") if _is_rusts(error) else error from None
 
-    def _slow(self) -> tuple[str, float] | None:
-        """Of what its pattern takes long over, and how long."""
+    def _slowest(self) -> tuple[str, float]:
+        """What its pattern takes longest over, and how long; the first one that is far too long."""
+        found = ("", 0.0)
         for unit in PROBES:
             began = time.thread_time()
             self.encode([unit * (PROBE_CHARS // len(unit)) + "!"])
-            if (took_s := time.thread_time() - began) > PROBE_S:
-                return unit, took_s
-        return None
+            if (took_s := time.thread_time() - began) > found[1]:
+                found = (unit, took_s)
+            if took_s > PROBE_S:
+                break
+        return found
+
+    def _drop_slow_template(self) -> None:
+        """One that is slow over any conversation costs what no message has asked for."""
+        took_s = []
+        for _ in range(2):  # the first one may pay for what is made once
+            began = time.thread_time()
+            with contextlib.suppress(UnreadableError):
+                self.render(CONVERSATION)
+            took_s.append(time.thread_time() - began)
+        if min(took_s) > QUICK_S:
+            self._template = None
+        self._clock = time.perf_counter
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each, without special tokens; releases the GIL, so that a thread may do it beside the loop.
@@ -103,7 +138,13 @@ class Tokeniser:
                 raise UnreadableError(f"more than {MESSAGES_MOST} messages")
             rows = [_row(message) for message in found]
             given = {"messages": rows, "add_generation_prompt": True, **NOT_GIVEN, **self._special}
-            return self._template.render(len(messages), **given)
+            clock = self._clock
+            began = clock()
+            try:
+                return self._template.render(len(messages), **given)
+            finally:
+                if (took_s := clock() - began) > QUICK_S or clock is not time.perf_counter:
+                    self._took(took_s, len(messages), many)
         except UnreadableError:
             raise
         except TooMuchError as error:
@@ -112,6 +153,15 @@ class Tokeniser:
             raise UnreadableError(str(error)) from error
         except Exception as error:  # a template raises whatever its author liked
             raise UnreadableError(f"{type(error).__name__}: {error}") from error
+
+    def _took(self, took_s: float, size: int, many: int) -> None:
+        """On the loop. One that is slow twice in a row, by the clock and by the core's, is the last of its size; of few bytes
+        that is the template's fault, however many messages they are."""
+        doubted = self._clock is time.thread_time
+        slow = took_s > QUICK_S + many * MESSAGE_S
+        if slow and doubted and (many <= FEW_MESSAGES or size <= INLINE_CHARS):
+            self._most_bytes = size
+        self._clock = time.thread_time if slow else time.perf_counter
 
 
 def _is_rusts(error: BaseException) -> bool:

@@ -345,6 +345,17 @@ class Upstream:
             self._paused = False
             self.transport.resume_reading()
 
+    def goes_to(self, leg: Leg) -> None:
+        """Somebody else hears the answer, of which nothing has come. It is read for, whoever was not before."""
+        self._leg = leg
+        if self._paused:
+            self.resume()
+
+    def abandon(self, leg: Leg) -> None:
+        """Whoever hears the answer wants no more of it; nothing where that is somebody else, or the answer is whole."""
+        if self._leg is leg:
+            self.abort()
+
     def abort(self) -> None:
         """Close at once; the worker sees a client that left. The leg hears nothing more."""
         self._leg = None

@@ -30,10 +30,11 @@ class Connection(Protocol):
 def watch(context: Context, connections: Iterable[Connection], now: float) -> list[Worker]:
     """Put silent workers out, and move those requests of theirs that no client has seen a byte of. Returns those that must be
     asked whether they are there: they may be silent, or at work on answers that come as a whole."""
+    workers, silent_s = context.table.workers, context.config.silent_s
+    context.overtaken.look(workers, now, silent_s)
     flows = _waiting(connections)
     if not flows:
         return []
-    workers, silent_s = context.table.workers, context.config.silent_s
     heard = {uid: max(worker.heard_at, worker.free_at) for uid, worker in workers.items()}
     legs = [leg for _, leg in flows]
     found = silent(legs, heard, now, silent_s)

@@ -16,6 +16,7 @@ from fleet_router.health.absent import Absent, awaited, followed
 from fleet_router.health.breaker import Breaker
 from fleet_router.health.pairs import PairHealth
 from fleet_router.health.panic import askable
+from fleet_router.health.races import Races
 from fleet_router.hints import NO_HINTS
 from fleet_router.kvindex.pieces import adapter_seed, key_chain, ring_key
 from fleet_router.kvindex.underway import united
@@ -70,6 +71,8 @@ class Worker(Candidate):
     """Of `pool.closed_by_peer`, when it was looked at last."""
     unproven: bool = True
     """It has not been asked who it is since it joined, failed or closed a connection."""
+    races: Races = field(default_factory=Races)
+    """That it lost (hedges)."""
     read_once: bool = False
     """Prefill: its last reference names no lease of ours."""
     warmed: dict[str, float] = field(default_factory=dict)

@@ -44,7 +44,7 @@ class Encodes:
 def run(test: Callable[[Encoding, list[str]], Awaitable[None]]) -> None:
     async def go() -> None:
         told: list[str] = []
-        encoding = Encoding(lambda _, why: told.append(why))
+        encoding = Encoding(lambda _, why: told.append(why), lambda _: None)
         try:
             await test(encoding, told)
         finally:

@@ -365,14 +365,15 @@ def test_a_deadline_counts_against_both():
     with_stalls(test)
 
 
-def test_a_deadline_is_no_fault_of_a_second_that_has_had_less_time_than_the_first_had_alone():
-    """It was sent a moment before: the first one was expected to need most of the time that there is."""
+def test_a_deadline_is_no_fault_of_a_second_that_was_sent_at_its_end():
+    """The first one was expected to need most of the time that there is."""
 
     async def test(stalls: Stalls) -> None:
         apart(stalls, SOON)
         task = await stalls.both()
         (connection,) = stalls.rig.connections
         flow: Any = connection.flow
+        flow.sent_at -= SOON.first_token_deadline_s
         flow.deadline = stalls.rig.context.clock()
         flow.expire(flow.deadline + 0.001)
         assert (await task)[0] == 504

@@ -15,9 +15,9 @@ import pytest
 
 from fleet_router.config import RouterConfig
 from fleet_router.hints import NO_HINTS
-from fleet_router.knowledge import INLINE_CHARS, NOT_KNOWN, Counted, Knowledge
+from fleet_router.knowledge import NOT_KNOWN, Counted, Knowledge
 from fleet_router.request import parse_body
-from fleet_router.tokeniser import MESSAGES_MOST
+from fleet_router.tokeniser import INLINE_CHARS, MESSAGES_MOST
 from fleet_wire.blocks import chain, root_hash
 from fleet_wire.endpoints import Endpoint
 from fleet_wire.events import BlockStored

@@ -58,7 +58,7 @@ class Picked(Flow):
         """Whoever has joined while it waited may be outside of the gateway's subset."""
         if (subset := self._subset) is not None:
             decodes = self._context.table.by_role["decode"]
-            self._barred = frozenset(worker.uid for worker in decodes if address_of(worker) not in subset)
+            self._barred |= {worker.uid for worker in decodes if address_of(worker) not in subset}
             self._excluded |= self._barred
         super().begin()
 
@@ -129,13 +129,13 @@ class Picked(Flow):
         if self._leg is not None:
             super().silent()
 
-    def _fault(self, why: str) -> None:
+    def _fault(self, why: str, *, blamed: bool = True) -> None:
         """The gateway's answer goes on as it is; we count no more of it. What a leg of our own says is nobody's yet."""
         if self._leg is not None:
-            super()._fault(why)
+            super()._fault(why, blamed=blamed)
             return
         if self._leg_worker is not None:
-            self._blame(self._leg_worker, why)
+            self._blame(self._leg_worker, why, blamed=blamed)
         self._break(RequestError(502, why))
 
 

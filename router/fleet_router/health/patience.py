@@ -20,6 +20,7 @@ TOKEN_S: Final = 0.05
 """Of a token at least, as the operator has it for drains (rollout.py): what was learnt may be of an idle worker."""
 MARGIN: Final = 3.0
 """How much slower than learnt a worker may be: others come after this request, and gaps are learnt of streams alone."""
+HAD_ITS_SHARE: Final = 0.5
 
 
 def whole_answer_s(*, first_s: float, queue_s: float, prefill_s: float, tokens: int, gap_s: float, most_s: float) -> float:
@@ -39,3 +40,10 @@ def budget_s(ask: Ask, config: RouterConfig, worker: Candidate, now: float) -> f
         gap_s=worker.gap.at(worker.inflight + 1),
         most_s=config.whole_answer_most_s,
     )
+
+
+def had_its_time(sent_at: float, now: float, first_s: float) -> bool:
+    """The time of a request is over (`first_s`: of a first token) while a leg runs that was sent then: that says something of
+    its worker when the leg had half of it. Of one that came late, because others took the rest, it says nothing; who is silent
+    for longer than that is found by `silence`."""
+    return now - sent_at >= HAD_ITS_SHARE * first_s

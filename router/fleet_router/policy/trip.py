@@ -140,9 +140,20 @@ class Trip:
         one = self._prefilling
         return 0.0 if one is None else max(0.0, one.due + one.worker.late_s - now)
 
-    def hedged(self, worker: Candidate, missing: float, now: float) -> None:
-        """A second worker was sent the prompt, of which it lacks so many tokens."""
-        self._hedge = prefill_sent(worker, missing, now)
+    def hedged(self, worker: Candidate, missing: float, now: float) -> float:
+        """A second worker was sent the prompt, of which it lacks so many tokens. How long that is expected to take."""
+        self._hedge = one = prefill_sent(worker, missing, now)
+        return max(0.0, one.due + worker.late_s - now)
+
+    def overtaken(self, *, second: bool) -> Prefilling | None:
+        """That leg runs on without the request: what was expected of it is ended by whoever has it now."""
+        if second:
+            one, self._hedge = self._hedge, None
+            return one
+        one, self._prefilling = self._prefilling, None
+        if one is not None:
+            self._computed(one.worker)
+        return one
 
     def hedge_over(self, now: float, *, won: bool) -> None:
         """It answers, or is waited for alone (`won`); or it is given up. Of the other one nothing is learnt."""
