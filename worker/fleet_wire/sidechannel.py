@@ -9,7 +9,7 @@ from fleet_wire.unreadable import UNREADABLE
 
 PROTOCOL_VERSION = 1
 PROVEN_VERSION = 2
-"""What a reader says that has the fleet's key: it can answer a Challenge. Workers that know none refuse it, at once."""
+"""What a reader says that knows a Challenge. Workers that know none refuse this version, at once."""
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 

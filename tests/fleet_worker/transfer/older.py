@@ -31,7 +31,11 @@ class OldRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused", forbi
     message: str = ""
 
 
-OldMessage = OldHello | OldWelcome | OldRefused
+class OldGranted(msgspec.Struct, frozen=True, kw_only=True, tag="granted", forbid_unknown_fields=True):
+    call: int
+
+
+OldMessage = OldHello | OldWelcome | OldRefused | OldGranted
 ENCODER = msgspec.msgpack.Encoder()
 DECODER: msgspec.msgpack.Decoder[OldMessage] = msgspec.msgpack.Decoder(OldMessage)
 OLD_VERSION = 1
@@ -60,11 +64,13 @@ def old_owner(welcome: OldWelcome, compat: str, block_tokens: int) -> Reply:
 
 
 def old_reader(reply: Reply, compat: str, block_bytes: int, block_tokens: int) -> str:
-    """What became of its greeting: welcome, the reason of a refusal, or timeout."""
+    """What became of its greeting: welcome, peer (a 503: something else came), the reason of a refusal (a 400), or timeout."""
     hello = OldHello(call=1, version=OLD_VERSION, compat=compat, block_bytes=block_bytes, block_tokens=block_tokens)
     frame = reply(ENCODER.encode(hello))
     try:
         answer = DECODER.decode(frame or b"")
     except msgspec.MsgspecError:
         return "timeout"
+    if isinstance(answer, OldGranted):
+        return "peer"
     return answer.reason if isinstance(answer, OldRefused) else "welcome"

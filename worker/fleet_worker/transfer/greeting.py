@@ -1,8 +1,8 @@
 """A reader's greeting of an owner, to its end: what each of them knows of proofs (`handoff.py`) is found out on the way.
 
-A reader with a key says so (PROVEN_VERSION). An owner with a key answers with a challenge; one without welcomes it; one that is
-older than proofs refuses that version at once. A strict reader ends there. Another one greets once more, as the older one knows
-it: what it would have done without a key. Used by the transfer thread only.
+A reader says that it knows proofs (PROVEN_VERSION). An owner with a key answers with a challenge; one without welcomes it; one
+that is older than proofs refuses that version at once. A strict reader ends there. Another one, or one that has no key to prove,
+greets once more as the older one knows it. Used by the transfer thread only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from fleet_wire.sidechannel import PROTOCOL_VERSION, PROVEN_VERSION, Challenge, Hello, Prove, Refused, Welcome
+from fleet_wire.sidechannel import PROTOCOL_VERSION, PROVEN_VERSION, Challenge, Granted, Hello, Prove, Refused, Welcome
 from fleet_worker.transfer.base import KvError, KvPool, KvReferenceError, KvTransferError
 from fleet_worker.transfer.handoff import CHALLENGE_BYTES, Handoff
 from fleet_worker.transfer.owner import TransferSettings
@@ -30,9 +30,6 @@ class Greeter:
 
     def greet(self, peer: Peer, done: OnAnswer, *, is_second: bool = False) -> None:
         """`done` gets a welcome that is believed, or whatever came instead, once."""
-        if not self._handoff.has_key():
-            self._hello(peer, PROTOCOL_VERSION, done)
-            return
         self._hello(peer, PROVEN_VERSION, lambda answer: self._answered(peer, answer, done, is_second=is_second))
 
     def _hello(self, peer: Peer, version: int, done: OnAnswer) -> None:
@@ -48,7 +45,10 @@ class Greeter:
 
     def _answered(self, peer: Peer, answer: Answer | KvTransferError, done: OnAnswer, *, is_second: bool) -> None:
         """Nothing of this is proven: a strict reader goes on with a challenge alone."""
-        if isinstance(answer, Challenge) and len(answer.challenge) == CHALLENGE_BYTES:
+        if isinstance(answer, Challenge) and not self._handoff.has_key():
+            why = "it asks for a proof of the fleet's key, and this worker has none"
+            self._plainly(peer, Refused(call=answer.call, reason="proof", message=why), done)
+        elif isinstance(answer, Challenge) and len(answer.challenge) == CHALLENGE_BYTES:
             self._prove(peer, answer.challenge, done, is_second=is_second)
         elif isinstance(answer, KvTransferError):
             done(answer)
@@ -56,9 +56,13 @@ class Greeter:
             self._handoff.count_unproven()
             done(_unbelieved(answer))
         elif isinstance(answer, Refused):
-            self._hello(peer, PROTOCOL_VERSION, done)
+            self._plainly(peer, answer, done)
         else:
             done(answer)
+
+    def _plainly(self, peer: Peer, refused: Refused, done: OnAnswer) -> None:
+        """As before there were proofs. Of a strict owner, which answers that with no welcome, the first word counts."""
+        self._hello(peer, PROTOCOL_VERSION, lambda answer: done(refused if isinstance(answer, Granted) else answer))
 
     def _prove(self, peer: Peer, challenge: bytes, done: OnAnswer, *, is_second: bool) -> None:
         pool, compat = self._pool, self._compat
@@ -84,7 +88,7 @@ class Greeter:
         if isinstance(answer, Refused) and answer.reason == "stale" and not is_second:
             self.greet(peer, done, is_second=True)
         elif isinstance(answer, Refused) and answer.reason in PROOF_REASONS and not self._handoff.is_strict():
-            self._hello(peer, PROTOCOL_VERSION, done)
+            self._plainly(peer, answer, done)
         elif isinstance(answer, Welcome) and not self._handoff.believes(answer, greeting):
             done(_unbelieved(answer))
         else:

@@ -74,10 +74,13 @@ class Handoff:
         body = round(self._clock() * 1_000).to_bytes(STAMP_BYTES, "big", signed=True) + os.urandom(NONCE_BYTES)
         return body + proof(self._secret, body)
 
-    def refusal(self, greeting: Prove | None, host: str, port: int) -> str:
-        """Why it gets no welcome, one of HANDOFF_REASONS; empty: it is believed, once. None: it has no proof. `host`, `port`: our
-        own."""
-        why = "missing" if greeting is None else self._why(greeting, host, port)
+    def count_missing(self) -> None:
+        """A greeting that proves nothing, to a strict owner."""
+        self.refused.count("missing", words("missing"))
+
+    def refusal(self, greeting: Prove, host: str, port: int) -> str:
+        """Why it gets no welcome, one of HANDOFF_REASONS; empty: it is believed, once. `host`, `port`: our own."""
+        why = self._why(greeting, host, port)
         if why:
             self.refused.count(why, words(why))
         return why

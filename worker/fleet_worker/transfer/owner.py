@@ -159,11 +159,14 @@ class Owner:
         return Granted(call=asked.call)
 
     def _greeted(self, asked: Hello) -> Answer:
-        """Nothing of this worker is said before the proof, if there is to be one."""
+        """Nothing of this worker is said before the proof, if there is to be one. Who knows no proof is told something that is no
+        welcome: for readers that are older than proofs a refusal is a 400, which their router gives to its client, and any other
+        word a 503, for which it has the prompt computed anew."""
         if asked.version == PROVEN_VERSION and self._handoff.has_key():
             return Challenge(call=asked.call, challenge=self._handoff.challenge())
         if self._handoff.is_strict():
-            return self._refused(asked.call, self._handoff.refusal(None, self._settings.host, self._settings.port))
+            self._handoff.count_missing()
+            return Granted(call=asked.call)
         return self._welcome(asked)
 
     def _proven(self, asked: Prove) -> Answer:
