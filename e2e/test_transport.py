@@ -51,6 +51,15 @@ class Fleet:
                 answer = await client.post("/v1/completions", json=body)
                 assert answer.status_code == 200, answer.text
 
+    async def told(self, metric: str) -> list[float]:
+        """Samples of all workers."""
+        pods, _ = await self.local.observe()
+        workers = [pod["status"]["podIP"] for pod in pods if pod["metadata"]["labels"][ROLE] in ("prefill", "decode")]
+        async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
+            texts = [(await client.get(f"http://{address}:8000/metrics")).text for address in workers]
+        lines = [line for text in texts for line in text.splitlines()]
+        return [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0] == metric]
+
 
 def played(tmp_path: Path, transfer: dict[str, Any], scenario: Any) -> None:
     manifest = bundled_manifest(tiny_model())
@@ -72,6 +81,8 @@ def test_shared_memory_is_proven_by_probe_and_by_engine(tmp_path: Path):
         await fleet.ask(4)
         assert (await fleet.until("Disaggregating", "True"))[1] == "KvMoved"
         assert "use shm" in (await fleet.until("TransportVerified", "True"))[2]
+        assert await fleet.told("fleet:kv_handoff_guarded") == [1.0] * 3, "a fleet of this machine has its key, too"
+        assert sum(await fleet.told("fleet:kv_handoff_strangers_total")) == 0
 
     played(tmp_path, {"transport": "shm", "required": True}, scenario)
 

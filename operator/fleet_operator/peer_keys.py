@@ -27,7 +27,7 @@ from fleet_operator.names import labels, owner_reference
 from fleet_operator.outcome import Outcome
 from fleet_operator.render.peerkey import KEY, peer_key_name
 from fleet_planner.events import Deed
-from fleet_planner.peerkey import gossips, seeds
+from fleet_planner.peerkey import gossips, needs_key
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import Problem
 
@@ -56,7 +56,7 @@ class KeyMemory:
 
 def is_due(fleet: InferenceFleet, plan: Plan, memory: KeyMemory, now: float) -> bool:
     """Something is made, or grows, that needs the key, and it is not known to be there."""
-    if fleet.spec.peer_key is not None or not (gossips(fleet) or seeds(fleet)):
+    if fleet.spec.peer_key is not None or not needs_key(fleet):
         return False
     if memory.is_open:
         return True

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from fleet_wire.endpoints import Endpoint
-from fleet_wire.peerkey import PEER_KEY_ENV
+from fleet_wire.peerkey import HANDOFF_PROOF_ENV, HANDOFF_REQUIRED, PEER_KEY_ENV
 from fleet_worker.config import KvSettings, WorkerConfig, encode
 
 READY_S = 240.0
@@ -58,14 +58,16 @@ def worker_config(role: str, model: Path, **changes: Any) -> WorkerConfig:
 
 
 def spawn(config: WorkerConfig, ip: str, folder: Path, **env: str) -> Worker:
-    """Start a worker; its output goes to a file in `folder`, and the key that a fleet shares is in one."""
+    """Start a worker; its output goes to a file in `folder`, and the key that a fleet shares is in one. As the operator makes
+    them: a torch worker gives KV to those that prove the key."""
     log = folder / f"{config.role}-{ip}.log"
     key = folder / "peer.key"
     key.touch(mode=0o600)
     key.write_text(f"{PEER_KEY}\n")
     environment = {
         **os.environ, "FLEET_WORKER_CONFIG": encode(config), "FLEET_POD_NAME": f"pod-{ip}", "FLEET_POD_UID": f"uid-{ip}",
-        "FLEET_POD_IP": ip, PEER_KEY_ENV: str(key), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env,
+        "FLEET_POD_IP": ip, PEER_KEY_ENV: str(key), HANDOFF_PROOF_ENV: HANDOFF_REQUIRED, "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1", **env,
     }  # fmt: skip
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -25,12 +25,13 @@ from fleet_operator.cluster.interface import (
     UnavailableError,
 )
 from fleet_operator.cluster.kinds import SECRET
+from fleet_operator.names import COMPAT
 from fleet_operator.peer_keys import AGAIN_S
-from fleet_operator.render import port, worker
+from fleet_operator.render import port, revision, worker
 from fleet_operator.render.peerkey import KEY, MOUNT, VOLUME, peer_key_name
-from fleet_operator.render.revision import revision_of
+from fleet_operator.render.revision import compat_of, revision_of
 from fleet_operator.settings import Platform
-from fleet_wire.peerkey import PEER_KEY_ENV, parse_lines
+from fleet_wire.peerkey import HANDOFF_PROOF_ENV, HANDOFF_REQUIRED, PEER_KEY_ENV, parse_lines
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
 CPU = {"name": "t", "accelerator": {"type": "cpu"}}
@@ -66,13 +67,14 @@ def asked(world: World) -> list[tuple[str, str]]:
     ("spec", "made"),
     [
         ({}, 1),
-        (NO_SEED, 0),
+        (NO_SEED, 1),
         ({**NO_SEED, "routing": {"replicas": 2}}, 1),
-        ({**NO_SEED, "routing": {"replicas": 2, "gossip": {"keySecretRef": {"name": "g"}}}}, 0),
-        ({"networkPolicy": {"enabled": False}}, 0),
+        ({**NO_SEED, "routing": {"replicas": 2, "gossip": {"keySecretRef": {"name": "g"}}}}, 1),
+        ({"networkPolicy": {"enabled": False}}, 1),
         ({"networkPolicy": {"enabled": False}, "tiers": [{**CPU, "kvTransfer": {"seed": {"enabled": True}}}]}, 1),
         (VLLM, 0),
         ({**VLLM, "routing": {"replicas": 2}}, 1),
+        ({**VLLM, "routing": {"replicas": 2, "gossip": {"keySecretRef": {"name": "g"}}}}, 0),
         (GIVEN, 0),
     ],
 )
@@ -308,14 +310,17 @@ def test_a_conflict_about_something_else_is_no_secret():
     in_an_empty_world(go)
 
 
-def test_an_upgrade_restarts_nothing(monkeypatch: pytest.MonkeyPatch):
-    """Workers and routers that an older operator made stay as they are, also when more come; new revisions have the key."""
+@pytest.mark.parametrize("spec", [{}, GIVEN, NO_SEED, {**NO_SEED, **GIVEN}], ids=["plain", "named", "no-seed", "no-seed-named"])
+def test_an_upgrade_restarts_nothing(monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any]):
+    """Workers and routers that an older operator made stay as they are, also when more come; new revisions have the key. They
+    never pair with those of before, of which one may have none: their compatibility is another one."""
 
     async def go(world: World) -> None:
         with monkeypatch.context() as older:
-            for module in (worker, port):
-                older.setattr(module, "mount_peer_key", lambda fleet, container, spec: None)
-            await world.user.apply(manifest(routing={"replicas": 2}))
+            older.setattr(worker, "guard_hand_off", lambda fleet, container, spec: None)
+            older.setattr(port, "mount_peer_key", lambda fleet, container, spec: None)
+            older.setattr(revision, "hands_over", lambda fleet: False)
+            await world.user.apply(manifest(**{**spec, "routing": {"replicas": 2}}))
             await world.settle()
             before = await made(world)
         world.operator = world.new_operator()
@@ -325,13 +330,17 @@ def test_an_upgrade_restarts_nothing(monkeypatch: pytest.MonkeyPatch):
         assert await made(world) == before
         await another_worker(world)
         pods = await world.store.list(POD, NAMESPACE)
-        assert not any(VOLUME in str(pod) for pod in pods), "of the stored template"
+        assert not any(VOLUME in str(pod) or HANDOFF_PROOF_ENV in str(pod) for pod in pods), "of the stored template"
+        old = {pod["metadata"]["annotations"][COMPAT] for pod in pods}
+        assert len(old) == 1
         tiers = [{**CPU, "kvTransfer": {"leaseDuration": "31s"}}]
         await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"tiers": manifest(tiers=tiers)["spec"]["tiers"]}})
         for _ in range(40):
             await world.step()
         pods = await world.store.list(POD, NAMESPACE)
-        assert all(VOLUME in str(pod) for pod in pods)
+        asked = {"name": HANDOFF_PROOF_ENV, "value": HANDOFF_REQUIRED}
+        assert all(VOLUME in str(pod) and asked in pod["spec"]["containers"][0]["env"] for pod in pods)
+        assert old.isdisjoint(pod["metadata"]["annotations"][COMPAT] for pod in pods)
 
     async def made(world: World) -> list[Any]:
         pods = [(pod["metadata"]["uid"], pod["spec"]) for pod in await world.store.list(POD, NAMESPACE)]
@@ -347,7 +356,7 @@ def test_a_named_secret_is_mounted_and_naming_another_one_is_another_revision():
     assert revision_of(fleets["none"], tiers["none"]) != revision_of(fleets["given"], tiers["given"])
     for spec in (VLLM, NO_SEED):
         plain, named = (parse_fleet(manifest(**one)) for one in (spec, {**spec, **GIVEN}))
-        assert revision_of(plain, plain.spec.tiers[0]) == revision_of(named, named.spec.tiers[0]), "its workers have no key"
+        assert revision_of(plain, plain.spec.tiers[0]) == revision_of(named, named.spec.tiers[0]), "its workers had no key"
 
     async def scenario(world: World) -> None:
         for pod in await world.store.list(POD, NAMESPACE):
@@ -358,3 +367,16 @@ def test_a_named_secret_is_mounted_and_naming_another_one_is_another_revision():
             assert {"name": PEER_KEY_ENV, "value": f"{MOUNT}/key"} in container["env"]
 
     play(scenario, **GIVEN)
+
+
+def test_workers_of_another_secret_are_another_compatibility():
+    """They would greet each other in vain while one revision takes the place of the other. vLLM knows no key."""
+
+    def compat(**spec: Any) -> str:
+        fleet = parse_fleet(manifest(**spec))
+        return compat_of(fleet, fleet.spec.tiers[0], Platform())
+
+    other = {"peerKey": {"secretRef": {"name": "next", "key": "k"}}}
+    assert len({compat(), compat(**GIVEN), compat(**other)}) == 3
+    assert compat(**NO_SEED) == compat()
+    assert compat(**VLLM) == compat(**VLLM, **GIVEN)

@@ -16,6 +16,11 @@ PEER_KEY_ENV: Final = "FLEET_PEER_KEY"
 this variable pass over it."""
 PEER_SCOPE_ENV: Final = "FLEET_PEER_SCOPE"
 """NAMESPACE/FLEET: two fleets that were given one key do not believe each other."""
+HANDOFF_PROOF_ENV: Final = "FLEET_HANDOFF_PROOF"
+"""`required`, for torch workers: once they have the key, KV goes to and comes from those alone that prove it. The operator says
+so to workers that pair with none that knows nothing of it: it is in their compatibility hash. Without it a proof is given to
+whoever asks for one, and asked of nobody. Images that do not know this variable pass over it."""
+HANDOFF_REQUIRED: Final = "required"
 LEAST_KEY_BYTES: Final = 32
 KEY_FILE_BYTES: Final = 65_536
 MOST_KEYS: Final = 8
@@ -23,6 +28,7 @@ MOST_KEYS: Final = 8
 PROOF_BYTES: Final = 32
 GOSSIP: Final = "gossip"
 SEED: Final = "seed"
+HANDOFF: Final = "handoff"
 
 
 def parse_lines(raw: bytes, used_bytes: int = 0) -> tuple[bytes, ...]:

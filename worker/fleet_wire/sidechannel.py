@@ -8,11 +8,14 @@ from fleet_wire.kv import KvReference
 from fleet_wire.unreadable import UNREADABLE
 
 PROTOCOL_VERSION = 1
+PROVEN_VERSION = 2
+"""What a reader says that knows a Challenge. Workers that know none refuse this version, at once."""
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello", forbid_unknown_fields=True):
-    """Reader to owner, once per pair: may we move KV at all?"""
+    """Reader to owner, once per pair: may we move KV at all? Its fields are those of version 1, which older workers read,
+    too."""
 
     call: int
     version: int
@@ -21,8 +24,31 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello", forbid_unkno
     block_tokens: int
 
 
-class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome", forbid_unknown_fields=True):
-    """Owner's pool: everything that a reader needs to address it."""
+class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag="challenge", forbid_unknown_fields=True):
+    """Owner to reader: prove this. Only to who said PROVEN_VERSION."""
+
+    call: int
+    challenge: bytes
+
+
+class Prove(msgspec.Struct, frozen=True, kw_only=True, tag="prove", forbid_unknown_fields=True):
+    """Reader to owner: the greeting, proven."""
+
+    call: int
+    version: int
+    compat: str
+    block_bytes: int
+    block_tokens: int
+    challenge: bytes
+    nonce: bytes
+    """Random per greeting: the answer is over it, too."""
+    proof: bytes = b""
+    """`proving_parts` under the key that the fleet shares."""
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome", forbid_unknown_fields=True, omit_defaults=True):
+    """Owner's pool: everything that a reader needs to address it. Without a proof it has the bytes that it had before there was
+    any."""
 
     call: int
     engine_id: str
@@ -32,6 +58,8 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome", forbid_u
     base_address: int
     block_bytes: int
     num_blocks: int
+    proof: bytes = b""
+    """`welcoming_parts` under the key that the fleet shares: to whoever proved a greeting."""
 
 
 class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="renew", forbid_unknown_fields=True):
@@ -119,7 +147,7 @@ class Hottest(msgspec.Struct, frozen=True, kw_only=True, tag="hottest", forbid_u
     """`answering_parts` under the key that the fleet shares: who took the address of a worker that has gone has none."""
 
 
-Message = Hello | Welcome | Renew | Confirm | Granted | Refused | AskHot | Hottest
+Message = Hello | Challenge | Prove | Welcome | Renew | Confirm | Granted | Refused | AskHot | Hottest
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
@@ -137,6 +165,16 @@ def asking_parts(ask: AskHot, to: str) -> tuple[bytes, ...]:
 def answering_parts(answer: Hottest, nonce: bytes) -> tuple[bytes, ...]:
     """What the proof of an answer is over: all of it, and the question that it answers."""
     return b"answer", nonce, encode(msgspec.structs.replace(answer, proof=b""))
+
+
+def proving_parts(greeting: Prove, to: str) -> tuple[bytes, ...]:
+    """What the proof of a greeting is over: all of it, the owner's challenge with it, and whom it is for."""
+    return b"greet", to.encode(), encode(msgspec.structs.replace(greeting, proof=b""))
+
+
+def welcoming_parts(welcome: Welcome, greeting: Prove) -> tuple[bytes, ...]:
+    """What the proof of a welcome is over: all of it, and the greeting that it answers."""
+    return b"welcome", greeting.challenge, greeting.nonce, encode(msgspec.structs.replace(welcome, proof=b""))
 
 
 class BadFrameError(ValueError):

@@ -81,8 +81,8 @@ class FleetSpec(ApiModel):
     network_policy: NetworkPolicySpec = Field(default=NetworkPolicySpec(), description="Who may reach the workers.")
     peer_key: PeerKeySpec | None = Field(
         default=None,
-        description="Key by which several routers (gossip) and torch workers (hot prefixes) know their own. Default: where they "
-        "need one the operator makes it for the fleet, in a Secret.",
+        description="Key by which several routers (gossip) and torch workers (hot prefixes, KV) know their own. Default: where "
+        "they need one the operator makes it for the fleet, in a Secret.",
     )
     deletion: DeletionSpec | None = Field(
         default=None,

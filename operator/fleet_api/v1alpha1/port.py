@@ -77,5 +77,5 @@ class PeerKeySpec(ApiModel):
 
     secret_ref: PeerKeyRef = Field(
         description="Where it is. The Secret may be made later; until then gossip of several routers and hot "
-        "prefixes for new workers are off."
+        "prefixes for new workers are off, and torch workers give KV to whoever reaches them."
     )

@@ -9,7 +9,7 @@ from typing import Final
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.port import PEER_KEY
 from fleet_operator.cluster.interface import Object
-from fleet_wire.peerkey import PEER_KEY_ENV
+from fleet_wire.peerkey import HANDOFF_PROOF_ENV, HANDOFF_REQUIRED, PEER_KEY_ENV
 
 KEY: Final = PEER_KEY
 MOUNT: Final = "/etc/fleet-peer-key"
@@ -20,6 +20,12 @@ def peer_key_name(fleet: InferenceFleet) -> str:
     """Of the Secret that the operator makes. A fleet that is deleted and made again has another one: the old one is going."""
     life = hashlib.blake2b(fleet.metadata.uid.encode(), digest_size=4).hexdigest()
     return f"{fleet.metadata.name}-peers-{life}"
+
+
+def guard_hand_off(fleet: InferenceFleet, container: Object, spec: Object) -> None:
+    """Of a worker: with the key, it gives KV to nobody who does not prove it. Its compatibility hash says so, too."""
+    mount_peer_key(fleet, container, spec)
+    container["env"] = [*container["env"], {"name": HANDOFF_PROOF_ENV, "value": HANDOFF_REQUIRED}]
 
 
 def mount_peer_key(fleet: InferenceFleet, container: Object, spec: Object) -> None:

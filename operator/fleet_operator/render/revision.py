@@ -24,6 +24,7 @@ from fleet_operator.render import fabric
 from fleet_operator.render.gang import gang_of
 from fleet_operator.render.worker import pod_spec
 from fleet_operator.settings import Platform
+from fleet_planner.peerkey import hands_over
 from fleet_planner.types import ROLES, Template
 from fleet_worker.config import CONFIG_ENV, decode, encode
 
@@ -52,7 +53,7 @@ def revision_inputs(fleet: InferenceFleet, tier: TierSpec) -> dict[str, Any]:
     spec["model"].get("cache", {}).pop("prefetch", None)
     for role in ("prefill", "decode"):
         shape[role] = _without_marks({key: value for key, value in shape.get(role, {}).items() if key not in SIZING})
-    seed = tier.kv_transfer.seed
+    seed = tier.kv_transfer.seed  # where it is off, workers once had no key: its name must restart none of those
     if "peerKey" in spec and fleet.spec.engine.type == "torch" and (seed is None or seed.enabled):
         shape["peerKey"] = spec["peerKey"]
     return {
@@ -113,7 +114,7 @@ def _without_role(spec: Object) -> Object:
 def compat_of(fleet: InferenceFleet, tier: TierSpec, platform: Platform) -> str:
     """Equal on both sides of a hand-off, or no KV moves."""
     model = fleet.model_of(tier)
-    agreed = {
+    agreed: dict[str, Any] = {
         "engine": fleet.spec.engine.type,
         "image": fleet.spec.engine.image or platform.worker_image,
         "model": model.source,
@@ -122,6 +123,9 @@ def compat_of(fleet: InferenceFleet, tier: TierSpec, platform: Platform) -> str:
         "kv_cache_dtype": fleet.spec.engine.kv_cache_dtype,
         "quantization": tier.quantization,
     }
+    if hands_over(fleet):  # workers that ask for a proof never pair with those that know none, nor with those of another Secret
+        named = fleet.spec.peer_key
+        agreed["proven"] = named.secret_ref.to_dict() if named is not None else {}
     return _digest(agreed)[:16]
 
 

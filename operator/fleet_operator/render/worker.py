@@ -33,12 +33,13 @@ from fleet_operator.names import (
 from fleet_operator.render import fabric
 from fleet_operator.render.gang import environment, join_gang
 from fleet_operator.render.network import container_ports, worker_ports
-from fleet_operator.render.peerkey import mount_peer_key
+from fleet_operator.render.peerkey import guard_hand_off
 from fleet_operator.render.placement import affinity
 from fleet_operator.render.seed import Live, seed_peers, seed_settings
 from fleet_operator.render.template import extend_pod, security
 from fleet_operator.settings import Platform
 from fleet_planner.adapters import wishes
+from fleet_planner.peerkey import hands_over
 from fleet_planner.types import PodWanted, Role, Template
 from fleet_worker.config import (
     ADAPTERS_ENV,
@@ -166,8 +167,8 @@ def pod_spec(fleet: InferenceFleet, tier: TierSpec, role: Role, template: Templa
         spec["affinity"] = near
     if claims := fabric.pod_claims(fleet, tier, role, template.revision):
         spec["resourceClaims"] = claims
-    if config.kv.seed is not UNSET:
-        mount_peer_key(fleet, container, spec)
+    if hands_over(fleet):
+        guard_hand_off(fleet, container, spec)
     if added is not None:
         extend_pod(spec, added)
     return spec

@@ -50,6 +50,12 @@ class ScriptedConnector:
     def dropped_frames(self) -> int:
         return 0
 
+    def strangers(self) -> dict[str, int]:
+        return {}
+
+    def is_guarded(self) -> bool:
+        return True
+
     def fetch(self, request_id: str, ref: KvReference, skip: int, into: Blocks[int]) -> None:
         self.fetched.append((request_id, skip, list(into)))
         if self.peer is not None:
@@ -254,6 +260,17 @@ def test_what_the_side_channel_dropped_is_in_the_metrics(llama: Llama, monkeypat
         monkeypatch.setattr(core.connector, "dropped_frames", lambda count=dropped: count)
         metrics.collect(core)
         assert f'\nfleet:kv_frames_dropped_total{{engine="0",model_name="tiny"}} {dropped}.0\n'.encode() in metrics.exposition()
+
+
+def test_who_was_not_believed_and_whether_kv_is_guarded_is_in_the_metrics(llama: Llama, monkeypatch: pytest.MonkeyPatch):
+    core, metrics = engine(llama), EngineMetrics("tiny")
+    for missing, guarded in ((0, False), (3, True)):
+        monkeypatch.setattr(core.connector, "strangers", lambda count=missing: {"missing": count, "wrong": 0})
+        monkeypatch.setattr(core.connector, "is_guarded", lambda is_so=guarded: is_so)
+        metrics.collect(core)
+        told, of = metrics.exposition().decode(), 'engine="0",model_name="tiny"'
+        assert f'\nfleet:kv_handoff_strangers_total{{{of},reason="missing"}} {missing}.0\n' in told
+        assert f"\nfleet:kv_handoff_guarded{{{of}}} {int(guarded)}.0\n" in told
 
 
 def test_a_reference_shorter_than_the_local_cache_changes_no_token_and_no_counter_falls(llama: Llama):

@@ -16,6 +16,7 @@ from fleet_wire.kv import KvReference
 from fleet_wire.sidechannel import Message, Welcome
 from fleet_worker.transfer.base import FetchResult, KvPool
 from fleet_worker.transfer.faults import Faults
+from fleet_worker.transfer.handoff import Handoff
 from fleet_worker.transfer.owner import TransferSettings
 from fleet_worker.transfer.peers import Peer, Peers
 from fleet_worker.transfer.reader import Pull, Reader
@@ -24,6 +25,7 @@ LEASE_S = 30.0
 MEMORY = torch.zeros((64, 4096), dtype=torch.uint8)
 POOL = KvPool(MEMORY.data_ptr(), 4096, 64, 16)
 SETTINGS = TransferSettings("127.0.0.1", 5600, "same", lease_s=LEASE_S, read_timeout_s=1000.0)
+KEYLESS = Handoff(None, "", is_required=False)
 
 
 def reference(host: str = "10.0.0.1", epoch: str = "now", **change: Any) -> KvReference:
@@ -108,7 +110,9 @@ class Rig:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], most: int = 8) -> None:
         self.peers, self.agent, self.done = SaidPeers(context, most), Agent(), list[FetchResult]()
         self.faults = Faults()
-        self.reader = Reader(SETTINGS, POOL, self.agent, self.peers, NoProver(), self.done.append, self.faults)  # type: ignore[arg-type]
+        self.reader = Reader(
+            SETTINGS, POOL, self.agent, self.peers, NoProver(), self.done.append, self.faults, KEYLESS,  # type: ignore[arg-type]
+        )  # fmt: skip
 
     def pull(self, name: str, ref: KvReference) -> None:
         self.reader.begin(Pull(name, ref, [3], [1], ref.digest, time.monotonic()))

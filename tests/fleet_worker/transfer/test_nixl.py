@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,10 +27,13 @@ BLOCKS = 64
 class Side:
     """A pool and its connector."""
 
-    def __init__(self, host: str, compat: str = "same", lease_s: float = 30.0, read_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, host: str, compat: str = "same", lease_s: float = 30.0, read_timeout_s: float = 60.0, **more: Any
+    ) -> None:  # fmt: skip
         self.memory = torch.randint(0, 255, (BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
         pool = KvPool(self.memory.data_ptr(), BLOCK_BYTES, BLOCKS, 16)
-        self.connector = NixlConnector(TransferSettings(host, 5600, compat, "auto", False, lease_s, 1.0, read_timeout_s), pool)
+        settings = TransferSettings(host, 5600, compat, "auto", False, lease_s, 1.0, read_timeout_s, **more)
+        self.connector = NixlConnector(settings, pool)
 
     def grant(self, request_id: str, blocks: list[int], tokens: int) -> KvReference:
         return self.connector.grant(request_id, blocks, tokens, "prompt")

@@ -9,11 +9,11 @@ import pytest
 
 from fleet_wire.sidechannel import PROTOCOL_VERSION, Confirm, Granted, Hello, Message, Refused, Renew
 from fleet_worker.transfer.owner import SERVING_WINDOW_S, Owner
-from tests.fleet_worker.transfer.test_peers import POOL, SETTINGS
+from tests.fleet_worker.transfer.reading import KEYLESS, POOL, SETTINGS
 
 
 def test_after_the_last_read_the_owner_drives_no_longer():
-    owner = Owner(SETTINGS, POOL, "engine", b"")
+    owner = Owner(SETTINGS, POOL, "engine", b"", KEYLESS)
     one, two = (owner.grant(name, [3], 16) for name in "ab")
     now = time.monotonic()
     names = [{"lease_id": ref.lease_id, "epoch": ref.remote_epoch, "generation": ref.lease_generation} for ref in (one, two)]
@@ -25,7 +25,7 @@ def test_after_the_last_read_the_owner_drives_no_longer():
 
 
 def test_an_engine_hears_of_expired_leases_though_the_transfer_thread_is_busy():
-    owner = Owner(replace(SETTINGS, lease_s=-1.0), POOL, "engine", b"")
+    owner = Owner(replace(SETTINGS, lease_s=-1.0), POOL, "engine", b"", KEYLESS)
     owner.grant("r", [3], 16)
     assert owner.released() == [("r", "expired")]
     assert (owner.released(), owner.open_leases()) == ([], 0)
@@ -42,4 +42,4 @@ def test_an_engine_hears_of_expired_leases_though_the_transfer_thread_is_busy():
     ],
 )  # fmt: skip
 def test_an_owner_says_why_it_refuses(asked: Message, reason: str, message: str):
-    assert Owner(SETTINGS, POOL, "engine", b"").reply(asked, 0.0) == Refused(call=5, reason=reason, message=message)
+    assert Owner(SETTINGS, POOL, "engine", b"", KEYLESS).reply(asked, 0.0) == Refused(call=5, reason=reason, message=message)

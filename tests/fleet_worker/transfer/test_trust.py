@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from fleet_wire.sidechannel import AskHot, HotBlock, Hottest, decode, encode
 from fleet_worker.transfer import trust as trusting
-from fleet_worker.transfer.trust import LOOK_S, MOST_NONCES, SKEW_MS, Trust, place
+from fleet_worker.transfer.keys import LOOK_S, MOST_NONCES, place
+from fleet_worker.transfer.trust import SKEW_MS, Trust
 
 KEY, NEXT = "k" * 64, "n" * 64
 NOW_MS = 1_700_000_000_000
@@ -178,11 +179,11 @@ def test_no_question_is_believed_twice_however_time_goes_on(
 def test_what_is_remembered_is_bounded(pods: tuple[Pod, Pod]):
     owner, reader = pods
     for number in range(MOST_NONCES):
-        owner.trust._nonces[number.to_bytes(16, "big")] = NOW_MS + 2 * SKEW_MS
+        assert owner.trust._once.take(number.to_bytes(16, "big"), NOW_MS, NOW_MS + 2 * SKEW_MS) == ""
     assert owner.refuses(reader.ask()) == "full"
     owner.now_ms = reader.now_ms = NOW_MS + 2 * SKEW_MS + 1
     assert owner.refuses(reader.ask()) == ""
-    assert len(owner.trust._nonces) == 1
+    assert len(owner.trust._once) == 1
 
 
 def test_without_a_key_nobody_is_answered_and_nobody_is_asked(tmp_path: Path, pods: tuple[Pod, Pod]):

@@ -18,7 +18,7 @@ import torch
 import uvicorn
 
 from fleet_wire.blocks import root_hash
-from fleet_wire.peerkey import PEER_KEY_ENV
+from fleet_wire.peerkey import HANDOFF_PROOF_ENV, HANDOFF_REQUIRED, PEER_KEY_ENV
 from fleet_worker.config import ENGINE_TOKEN_ENV, WorkerConfig, step_timeout_s
 from fleet_worker.connections import Bounds, bounded, files_for_connections
 from fleet_worker.engine.blocks import BlockAllocator
@@ -168,6 +168,7 @@ def assemble(config: WorkerConfig, folder: Path, host: str) -> EngineProcess:
         lease_s=config.kv.lease_s,
         peer_key=Path(key) if (key := os.environ.get(PEER_KEY_ENV)) else None,
         scope=f"{config.namespace}/{config.fleet}",
+        proof_required=os.environ.get(HANDOFF_PROOF_ENV) == HANDOFF_REQUIRED,
     )
     core.connector = connector = NixlConnector(settings, pool)
     if config.kv.seed is not msgspec.UNSET:

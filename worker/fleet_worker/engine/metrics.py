@@ -19,6 +19,13 @@ E2E_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 
 TRANSFER_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 5)
 BYTES_BUCKETS = tuple(2.0**power for power in range(16, 35, 2))
 DESCRIPTOR_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
+SEED_STRANGERS = "fleet:kv_seed_strangers"
+HANDOFF_STRANGERS = "fleet:kv_handoff_strangers"
+STRANGERS = {
+    SEED_STRANGERS: "Questions for hot prefixes, and answers, without a proof of the fleet's key.",
+    HANDOFF_STRANGERS: "Greetings of KV hand-offs, and answers, without a proof of the fleet's key.",
+}
+HANDOFF_GUARDED = "1: KV goes to and comes from those alone that prove the fleet's key."
 
 
 class EngineMetrics:
@@ -48,11 +55,10 @@ class EngineMetrics:
             "vllm:request_success", "Requests that ended, by reason.", (*names, "finished_reason"), registry=self._registry
         )
         self._reasons: dict[str, int] = {}
-        self._stranger_counter = Counter(
-            "fleet:kv_seed_strangers", "Questions for hot prefixes, and answers, without a proof of the fleet's key.",
-            (*names, "reason"), registry=self._registry,
-        )  # fmt: skip
-        self._strange: dict[str, int] = {}
+        self._stranger_counters = {
+            name: Counter(name, words, (*names, "reason"), registry=self._registry) for name, words in STRANGERS.items()
+        }
+        self._strange: dict[tuple[str, str], int] = {}
 
     def _gauge(self, name: str, help_text: str, value: float) -> None:
         """By the engine's thread and by the server's, when that one is late: one of them makes it."""
@@ -70,10 +76,11 @@ class EngineMetrics:
         counter.inc(total - state["seen"])
         state["seen"] = total
 
-    def _strangers(self, refused: Mapping[str, int]) -> None:
+    def _strangers(self, name: str, refused: Mapping[str, int]) -> None:
         for reason, total in refused.items():
-            self._stranger_counter.labels(**self._labels, reason=reason).inc(total - self._strange.get(reason, 0))
-            self._strange[reason] = total
+            counter = self._stranger_counters[name].labels(**self._labels, reason=reason)
+            counter.inc(total - self._strange.get((name, reason), 0))
+            self._strange[name, reason] = total
 
     def token(self, sequence: Sequence, now: float) -> None:
         """A token was delivered."""
@@ -112,13 +119,16 @@ class EngineMetrics:
         self._counter("vllm:nixl_num_kv_expired_reqs", "Leases that expired unread.", counters.expired_leases)
         dropped = core.connector.dropped_frames() if core.connector else 0
         self._counter("fleet:kv_frames_dropped", "What came over the KV side channel and could not be used.", dropped)
+        if core.connector is not None:
+            self._strangers(HANDOFF_STRANGERS, core.connector.strangers())
+            self._gauge("fleet:kv_handoff_guarded", HANDOFF_GUARDED, int(core.connector.is_guarded()))
         self._counter("fleet:kv_blocks_received", "KV blocks pulled and proven.", counters.blocks_received)
         if core.hot is not None:
             given, taken = core.hot.lender, core.hot.seeder
             self._counter("fleet:kv_seed_blocks_lent", "KV blocks of hot prefixes lent to new workers.", given.lent_blocks)
             self._counter("fleet:kv_seed_blocks_taken", "KV blocks of hot prefixes taken and proven.", taken.seeded_blocks)
             self._counter("fleet:kv_seed_blocks_refused", "KV blocks of hot prefixes that were not proven.", taken.refused_blocks)
-            self._strangers(core.hot.strangers())
+            self._strangers(SEED_STRANGERS, core.hot.strangers())
         for reason, total in counters.finished.items():
             self._reason_counter.labels(**self._labels, finished_reason=reason).inc(total - self._reasons.get(reason, 0))
             self._reasons[reason] = total

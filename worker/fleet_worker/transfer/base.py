@@ -7,7 +7,7 @@ reported twice (`FetchResult.lingers`): its request need not wait for that, its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -96,6 +96,14 @@ class Connector(Protocol):
 
     def dropped_frames(self) -> int:
         """What others sent and could not be used."""
+        ...
+
+    def strangers(self) -> Mapping[str, int]:
+        """Greetings, and answers to ours, without a proof of the fleet's key, by reason. Any thread."""
+        ...
+
+    def is_guarded(self) -> bool:
+        """KV goes to and comes from those alone that prove the fleet's key. Any thread."""
         ...
 
     def open_leases(self, besides: str = "") -> int:

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from uuid import uuid4
 
 import zmq
@@ -23,6 +23,7 @@ from fleet_worker.transfer.address import KEPT_ALIVE, tcp_address
 from fleet_worker.transfer.base import FetchResult, KvPool, KvReferenceError, KvTransferError, ReleaseReason
 from fleet_worker.transfer.digest import HEX_PER_BLOCK
 from fleet_worker.transfer.faults import Faults
+from fleet_worker.transfer.handoff import HANDOFF_REASONS, Handoff
 from fleet_worker.transfer.hot import HotLine
 from fleet_worker.transfer.owner import Owner, TransferSettings
 from fleet_worker.transfer.peers import Peers
@@ -50,7 +51,8 @@ class NixlConnector:
         self.transport = in_use()
         self._agent = nixl_agent(self.engine_id, nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
         self._registered = self._agent.register_memory([(pool.base_address, pool.total_bytes, 0, "kv")], "DRAM")
-        self._owner = Owner(settings, pool, self.engine_id, self._agent.get_agent_metadata())
+        self._handoff = Handoff(settings.peer_key, settings.scope, is_required=settings.proof_required)
+        self._owner = Owner(settings, pool, self.engine_id, self._agent.get_agent_metadata(), self._handoff)
         self._finished: deque[FetchResult] = deque()
         self._commands: deque[Pull | str | tuple[str, KvReference]] = deque()
         self._faults = Faults()
@@ -61,7 +63,9 @@ class NixlConnector:
         self._prover = Prover(pool, self._wake)
         self.hot = HotLine(settings, pool, self._wake)
         self._peers = Peers(self._context, settings.call_timeout_s, self._faults)
-        self._reader = Reader(settings, pool, self._agent, self._peers, self._prover, self._finished.append, self._faults)
+        self._reader = Reader(
+            settings, pool, self._agent, self._peers, self._prover, self._finished.append, self._faults, self._handoff
+        )
         self._stopping = False
         self._failure: Exception | None = None
         self._begun_at: float | None = None
@@ -105,6 +109,14 @@ class NixlConnector:
     def dropped_frames(self) -> int:
         """What came over the side channel and could not be used."""
         return self._faults.total
+
+    def strangers(self) -> Mapping[str, int]:
+        """Greetings, and answers to ours, that were not believed, by `handoff.HANDOFF_REASONS`."""
+        return {why: self._handoff.refused[why] for why in HANDOFF_REASONS}
+
+    def is_guarded(self) -> bool:
+        """KV goes to those alone that prove the fleet's key."""
+        return self._handoff.is_guarded
 
     def hold(self, request_id: str, reference: KvReference) -> None:
         """Renew the lease until `fetch` or `cancel` of the request."""
@@ -174,6 +186,7 @@ class NixlConnector:
         self._context.term()
 
     def _turn(self, now: float) -> None:
+        self._handoff.follow(now)
         self._take_commands(now)
         self._serve(now)
         self.hot.advance(self._server, self._peers, self._reader.reach)

@@ -16,9 +16,22 @@ from uuid import uuid4
 from fleet_wire.blocks import sealed
 from fleet_wire.kv import KvReference
 from fleet_wire.lease import LeaseTable
-from fleet_wire.sidechannel import PROTOCOL_VERSION, Confirm, Granted, Hello, Message, Refused, Renew, Welcome
+from fleet_wire.sidechannel import (
+    PROTOCOL_VERSION,
+    PROVEN_VERSION,
+    Challenge,
+    Confirm,
+    Granted,
+    Hello,
+    Message,
+    Prove,
+    Refused,
+    Renew,
+    Welcome,
+)
 from fleet_worker.transfer.base import KvPool, ReleaseReason
 from fleet_worker.transfer.digest import memory_of, pool_digest
+from fleet_worker.transfer.handoff import Handoff, words
 from fleet_worker.transfer.peers import Answer
 
 SERVING_WINDOW_S = 1.0
@@ -41,15 +54,18 @@ class TransferSettings:
     read_timeout_s: float = 60.0
     """A read that takes longer is cancelled, and its request fails."""
     peer_key: Path | None = None
-    """File with the key that the fleet's pods share (fleet_wire.peerkey); None: no hot prefixes, neither way."""
+    """File with the key that the fleet's pods share (fleet_wire.peerkey); None: no hot prefixes, neither way, and hand-offs that
+    nobody proves."""
     scope: str = ""
     """NAMESPACE/FLEET."""
+    proof_required: bool = False
+    """With a key, KV goes to and comes from those alone that prove it, too (fleet_wire.peerkey.HANDOFF_PROOF_ENV)."""
 
 
 class Owner:
-    """Leases of one engine's blocks. `metadata` is NIXL's description of this agent."""
+    """Leases of one engine's blocks. `metadata` is NIXL's description of this agent, `handoff` knows who is told it."""
 
-    def __init__(self, settings: TransferSettings, pool: KvPool, engine_id: str, metadata: bytes) -> None:
+    def __init__(self, settings: TransferSettings, pool: KvPool, engine_id: str, metadata: bytes, handoff: Handoff) -> None:
         self.epoch = uuid4().hex
         self.serve_until = 0.0
         self._engine_id = engine_id
@@ -57,6 +73,7 @@ class Owner:
         self._pool = pool
         self._memory = memory_of(pool.base_address, pool.total_bytes)
         self._metadata = metadata
+        self._handoff = handoff
         self._lock = threading.Lock()
         self._leases = LeaseTable(self.epoch, settings.lease_s)
         self._released: deque[tuple[str, ReleaseReason]] = deque()
@@ -118,10 +135,12 @@ class Owner:
 
     def reply(self, asked: Message, now: float) -> Answer:
         """The answer to one question of a reader."""
-        if isinstance(asked, Hello | Renew):
+        if isinstance(asked, Hello | Prove | Renew):
             self.serve_until = now + SERVING_WINDOW_S
         if isinstance(asked, Hello):
-            return self._welcome(asked)
+            return self._greeted(asked)
+        if isinstance(asked, Prove):
+            return self._proven(asked)
         if isinstance(asked, Renew | Confirm):
             with self._lock:
                 return self._lease_reply(asked, now)
@@ -139,9 +158,31 @@ class Owner:
             self.serve_until = 0.0
         return Granted(call=asked.call)
 
-    def _welcome(self, asked: Hello) -> Answer:
+    def _greeted(self, asked: Hello) -> Answer:
+        """Nothing of this worker is said before the proof, if there is to be one. Who knows no proof is told something that is no
+        welcome: for readers that are older than proofs a refusal is a 400, which their router gives to its client, and any other
+        word a 503, for which it has the prompt computed anew."""
+        if asked.version == PROVEN_VERSION and self._handoff.has_key():
+            return Challenge(call=asked.call, challenge=self._handoff.challenge())
+        if self._handoff.is_strict():
+            self._handoff.count_missing()
+            return Granted(call=asked.call)
+        return self._welcome(asked)
+
+    def _proven(self, asked: Prove) -> Answer:
+        if why := self._handoff.refusal(asked, self._settings.host, self._settings.port):
+            return self._refused(asked.call, why)
+        answer = self._welcome(asked)
+        return self._handoff.welcoming(answer, asked) if isinstance(answer, Welcome) else answer
+
+    def _refused(self, call: int, why: str) -> Refused:
+        """Of a challenge that is too old, or of an earlier life, a reader asks for another one."""
+        return Refused(call=call, reason="stale" if why == "stale" else "proof", message=words(why))
+
+    def _welcome(self, asked: Hello | Prove) -> Welcome | Refused:
         pool = self._pool
-        mine = (PROTOCOL_VERSION, self._settings.compat, pool.block_bytes, pool.block_tokens)
+        version = asked.version if asked.version == PROVEN_VERSION else PROTOCOL_VERSION
+        mine = (version, self._settings.compat, pool.block_bytes, pool.block_tokens)
         theirs = (asked.version, asked.compat, asked.block_bytes, asked.block_tokens)
         if mine != theirs:
             names = ("protocol version", "compatibility hash", "block bytes", "block tokens")

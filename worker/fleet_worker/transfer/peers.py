@@ -15,11 +15,13 @@ from fleet_wire.sidechannel import (
     MAX_MESSAGE_BYTES,
     AskHot,
     BadFrameError,
+    Challenge,
     Confirm,
     Granted,
     Hello,
     Hottest,
     Message,
+    Prove,
     Refused,
     Renew,
     Welcome,
@@ -36,7 +38,7 @@ IDLE_S = 900.0
 """An owner that was not used for so long is forgotten."""
 ANSWERS_PER_TURN = 256
 """Of one owner: one that never stops talking keeps nobody else from being heard."""
-Answer = Welcome | Granted | Refused | Hottest
+Answer = Challenge | Welcome | Granted | Refused | Hottest
 OnAnswer = Callable[[Answer | KvTransferError], None]
 
 
@@ -129,7 +131,9 @@ class Peers:
         """To poll for answers."""
         return [peer.socket for peer in self._peers.values()]
 
-    def call(self, peer: Peer, make: Callable[[int], Hello | Renew | Confirm | AskHot], now: float, on_answer: OnAnswer) -> None:
+    def call(
+        self, peer: Peer, make: Callable[[int], Hello | Prove | Renew | Confirm | AskHot], now: float, on_answer: OnAnswer
+    ) -> None:
         """Send one request; `on_answer` is called exactly once."""
         self._next_call += 1
         number, peer.used_at = self._next_call, now

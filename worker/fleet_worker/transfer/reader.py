@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fleet_wire.kv import KvReference
-from fleet_wire.sidechannel import PROTOCOL_VERSION, Confirm, Granted, Hello, Hottest, Refused, Welcome
+from fleet_wire.sidechannel import Challenge, Confirm, Granted, Hottest, Refused, Welcome
 from fleet_worker.transfer.base import FetchResult, KvError, KvPool, KvReferenceError, KvTransferError
 from fleet_worker.transfer.descriptors import merge_runs, split_chunks
 from fleet_worker.transfer.digest import HEX_PER_BLOCK
 from fleet_worker.transfer.faults import Faults
+from fleet_worker.transfer.greeting import Greeter, refusal_error
+from fleet_worker.transfer.handoff import Handoff
 from fleet_worker.transfer.holding import Holder, renewal
 from fleet_worker.transfer.owner import SERVING_WINDOW_S, TransferSettings
 from fleet_worker.transfer.peers import Answer, Peer, Peers
@@ -82,6 +84,7 @@ class Reader:
         prover: Prover,
         done: Callable[[FetchResult], None],
         faults: Faults,
+        handoff: Handoff,
     ) -> None:
         self._settings = settings
         self._pool = pool
@@ -90,6 +93,7 @@ class Reader:
         self._prover = prover
         self._done = done
         self._faults = faults
+        self._greeter = Greeter(settings, pool, peers, handoff)
         self.holder = Holder(settings.lease_s, peers, self.reach)
         self._pulls: dict[str, Pull] = {}
         self._by_id: dict[int, Pull] = {}
@@ -175,13 +179,7 @@ class Reader:
         peer.waiting_for_welcome.append(lambda answer: self._guarded(pull, lambda one: self._greeted(one, peer, answer)))
         if not peer.greeting:
             peer.greeting = True
-            self._peers.call(peer, self._hello, time.monotonic(), lambda answer: self._welcomed(peer, answer))
-
-    def _hello(self, call: int) -> Hello:
-        pool, compat = self._pool, self._settings.compat
-        return Hello(
-            call=call, version=PROTOCOL_VERSION, compat=compat, block_bytes=pool.block_bytes, block_tokens=pool.block_tokens
-        )
+            self._greeter.greet(peer, lambda answer: self._welcomed(peer, answer))
 
     def _welcomed(self, peer: Peer, answer: Answer | KvTransferError) -> None:
         peer.greeting = False
@@ -219,8 +217,8 @@ class Reader:
         if isinstance(answer, KvTransferError):
             self._end(pull, answer)
         elif isinstance(answer, Refused):
-            self._end(pull, KvReferenceError(answer.reason, f"the prefill worker refused the pairing: {answer.message}"))
-        elif isinstance(answer, Granted | Hottest):
+            self._end(pull, refusal_error(peer, answer))
+        elif isinstance(answer, Challenge | Granted | Hottest):
             self._end(pull, KvTransferError("peer", f"the prefill worker at {peer.host} answered a greeting with something else"))
         elif peer.welcome is None:
             self._greet(pull)

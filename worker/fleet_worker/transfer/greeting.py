@@ -1,0 +1,109 @@
+"""A reader's greeting of an owner, to its end: what each of them knows of proofs (`handoff.py`) is found out on the way.
+
+A reader says that it knows proofs (PROVEN_VERSION). An owner with a key answers with a challenge; one without welcomes it; one
+that is older than proofs refuses that version at once. A strict reader ends there. Another one, or one that has no key to prove,
+greets once more as the older one knows it. Used by the transfer thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from fleet_wire.sidechannel import PROTOCOL_VERSION, PROVEN_VERSION, Challenge, Granted, Hello, Prove, Refused, Welcome
+from fleet_worker.transfer.base import KvError, KvPool, KvReferenceError, KvTransferError
+from fleet_worker.transfer.handoff import CHALLENGE_BYTES, Handoff
+from fleet_worker.transfer.owner import TransferSettings
+from fleet_worker.transfer.peers import Answer, OnAnswer, Peer, Peers
+
+UNBELIEVED: Final = "unproven"
+"""Reason of a refusal that the reader itself makes of an answer."""
+PROOF_REASONS: Final = ("proof", "stale", UNBELIEVED)
+"""Refusals that say nothing of the reference: another worker may be the right one."""
+
+
+class Greeter:
+    """Of one reader."""
+
+    def __init__(self, settings: TransferSettings, pool: KvPool, peers: Peers, handoff: Handoff) -> None:
+        self._compat, self._pool, self._peers, self._handoff = settings.compat, pool, peers, handoff
+
+    def greet(self, peer: Peer, done: OnAnswer, *, is_second: bool = False) -> None:
+        """`done` gets a welcome that is believed, or whatever came instead, once."""
+        self._hello(peer, PROVEN_VERSION, lambda answer: self._answered(peer, answer, done, is_second=is_second))
+
+    def _hello(self, peer: Peer, version: int, done: OnAnswer) -> None:
+        pool, compat = self._pool, self._compat
+        self._peers.call(
+            peer,
+            lambda call: Hello(
+                call=call, version=version, compat=compat, block_bytes=pool.block_bytes, block_tokens=pool.block_tokens
+            ),
+            time.monotonic(),
+            done,
+        )
+
+    def _answered(self, peer: Peer, answer: Answer | KvTransferError, done: OnAnswer, *, is_second: bool) -> None:
+        """Nothing of this is proven: a strict reader goes on with a challenge alone."""
+        if isinstance(answer, Challenge) and not self._handoff.has_key():
+            why = "it asks for a proof of the fleet's key, and this worker has none"
+            self._plainly(peer, Refused(call=answer.call, reason="proof", message=why), done)
+        elif isinstance(answer, Challenge) and len(answer.challenge) == CHALLENGE_BYTES:
+            self._prove(peer, answer.challenge, done, is_second=is_second)
+        elif isinstance(answer, KvTransferError):
+            done(answer)
+        elif self._handoff.is_strict():
+            self._handoff.count_unproven()
+            done(_unbelieved(answer))
+        elif isinstance(answer, Refused):
+            self._plainly(peer, answer, done)
+        else:
+            done(answer)
+
+    def _plainly(self, peer: Peer, refused: Refused, done: OnAnswer) -> None:
+        """As before there were proofs. Of a strict owner, which answers that with no welcome, the first word counts."""
+        self._hello(peer, PROTOCOL_VERSION, lambda answer: done(refused if isinstance(answer, Granted) else answer))
+
+    def _prove(self, peer: Peer, challenge: bytes, done: OnAnswer, *, is_second: bool) -> None:
+        pool, compat = self._pool, self._compat
+        greetings = list[Prove]()
+
+        def proven(call: int) -> Prove:
+            bare = Prove(
+                call=call, version=PROVEN_VERSION, compat=compat, block_bytes=pool.block_bytes, block_tokens=pool.block_tokens,
+                challenge=challenge, nonce=b"",
+            )  # fmt: skip
+            greetings.append(self._handoff.proving(bare, peer.host, peer.port))
+            return greetings[-1]
+
+        self._peers.call(
+            peer, proven, time.monotonic(),
+            lambda answer: self._ended(peer, answer, greetings[-1], done, is_second=is_second),
+        )  # fmt: skip
+
+    def _ended(
+        self, peer: Peer, answer: Answer | KvTransferError, greeting: Prove, done: OnAnswer, *, is_second: bool
+    ) -> None:  # fmt: skip
+        """An owner that began anew in between knows its challenge no more: it gives another one, once."""
+        if isinstance(answer, Refused) and answer.reason == "stale" and not is_second:
+            self.greet(peer, done, is_second=True)
+        elif isinstance(answer, Refused) and answer.reason in PROOF_REASONS and not self._handoff.is_strict():
+            self._plainly(peer, answer, done)
+        elif isinstance(answer, Welcome) and not self._handoff.believes(answer, greeting):
+            done(_unbelieved(answer))
+        else:
+            done(answer)
+
+
+def _unbelieved(answer: Answer) -> Refused:
+    """What a reader makes of an answer without the proof that it asked for."""
+    said = f": {answer.message[:200]}" if isinstance(answer, Refused) and answer.message else ""
+    return Refused(call=answer.call, reason=UNBELIEVED, message=f"no proof of the fleet's key in its answer{said}")
+
+
+def refusal_error(peer: Peer, answer: Refused) -> KvError:
+    """Why a pull fails: a pairing that cannot be (400), or a proof that is missing (503: another prefill may do)."""
+    if answer.reason == UNBELIEVED:
+        return KvTransferError(UNBELIEVED, f"the prefill worker at {peer.host} is not believed: {answer.message}")
+    kind = KvTransferError if answer.reason in PROOF_REASONS else KvReferenceError
+    return kind(answer.reason, f"the prefill worker refused the pairing: {answer.message}")
