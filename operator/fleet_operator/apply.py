@@ -114,10 +114,10 @@ class Applier:
         When the API cannot answer the pass stops there; only the status, which tells why, is still tried."""
         telling = FleetTelling(self._cluster, self._pace, raw, plan.status, settled.words)
         work = _Pass(fleet, raw, plan, live, Fresh(self._cluster, raw, live, telling), Outcome(), settled, lost)
-        if lost or not settled.all.holds(fleet.spec, plan, live) or self._key_is_due(fleet, plan, settled):
-            asked = self._cluster.asked
-            with suppress(StopError):
-                await self._objects(work, templates)
+        in_order, asked = not lost and settled.all.holds(fleet.spec, plan, live), self._cluster.asked
+        with suppress(StopError):
+            await (self._key(work) if in_order else self._objects(work, templates))
+        if not in_order:
             settled.keep(live)
             if self._cluster.asked == asked:
                 settled.all.note(fleet.spec, plan, live, work.outcome)
@@ -134,8 +134,7 @@ class Applier:
             await self._deletions(work, routers_told)
             return
         stored = await self._revisions(work, templates)
-        if self._key_is_due(work.fleet, work.plan, work.settled) and await self._true(work, sizes=False):
-            await make_key(self._cluster, work.fleet, work.raw, work.settled.key, work.outcome, self._now())
+        await self._key(work)
         for wish in render_router(work.fleet, work.raw, self._platform, work.live):
             await self._put(wish, work)
         await self._policy(work)
@@ -157,8 +156,12 @@ class Applier:
         await self._creations(work, stored, pools)
         await self._pool_status(work)
 
-    def _key_is_due(self, fleet: InferenceFleet, plan: Plan, settled: Settled) -> bool:
-        return self._platform.makes_keys and plan.ended is None and is_due(fleet, plan, settled.key, self._now())
+    async def _key(self, work: _Pass) -> None:
+        """The Secret that the fleet's pods share, where it is time to ask for it."""
+        memory, now = work.settled.key, self._now()
+        wanted = self._platform.makes_keys and work.plan.ended is None and is_due(work.fleet, memory, now)
+        if wanted and await self._true(work, sizes=False):
+            await make_key(self._cluster, work.fleet, work.raw, memory, work.outcome, now)
 
     async def _targets(self, work: _Pass, *, sized: bool) -> None:
         """Of a fleet that is scaled from outside; one that no role needs goes."""

@@ -429,6 +429,7 @@ class Reconciler:
         if plan.ended is not None:
             return await self._end(key, raw, fleet, state, plan, plan.ended, live)
         there, at = {obj["metadata"]["uid"] for obj in pods_of(live)}, self._monotonic()
+        state.settled.key.fleets = len(self._objects.fleets)
         asked, held = state.refusals.held(plan.create, there, at)
         asks = plan if asked == plan.create else replace(plan, create=asked)
         outcome = await self._applier.apply(fleet, raw, asks, templates, live, state.settled, lost.keys())
