@@ -15,6 +15,7 @@ from fleet_planner.clock import steady
 from fleet_planner.ending import Ended, Ending, plan_ending
 from fleet_planner.gang import settled, workers_of
 from fleet_planner.healing import UNHURT, Healing, marked, plan_healing
+from fleet_planner.money import Purse, dearest, price_of, purse_of
 from fleet_planner.orphans import TierNow, devices_left, plan_orphans
 from fleet_planner.prefetch import Prefetch, held_back, plan_prefetch, reached, repairs
 from fleet_planner.revisions import TierPlan, plan_tier
@@ -155,16 +156,17 @@ def _plan_tiers(
 ) -> dict[str, _Planned]:
     """By name. Out of the budget the minimum of every tier is paid first, then what else they want, in the spec's order."""
     found: dict[str, _Planned] = {}
-    budget = fleet.spec.scaling.budget
-    left = budget.gpus if budget is not None else None
-    awake = [tier for tier in fleet.spec.tiers if tier.name not in rest.asleep] if budget is not None else []
-    later = {tier.name: least_devices(tier, observed.templates[tier.name].gpus) for tier in awake}
+    left = purse_of(fleet)
+    awake = [tier for tier in fleet.spec.tiers if tier.name not in rest.asleep] if left != Purse() else []
+    later = {tier.name: (least_devices(tier, observed.templates[tier.name].gpus), price_of(tier)) for tier in awake}
     for tier in fleet.spec.tiers:
         later.pop(tier.name, None)
-        mine = None if left is None else left - sum(later.values())
+        mine = left
+        for needed in later.values():
+            mine = mine.less(*needed)
         heals = healing.get(tier.name, UNHURT)
         found[tier.name] = one = _plan_tier(fleet, tier, observed, sizes[tier.name], prefetch, rest, heals, mine, now)
-        left = None if left is None else left - one.devices
+        left = left.less(one.devices, price_of(tier))
     return found
 
 
@@ -176,7 +178,7 @@ def _plan_tier(
     prefetch: Prefetch,
     rest: Rest,
     healing: Healing,
-    left: int | None,
+    left: Purse,
     now: float,
 ) -> _Planned:
     observed = held_back(tier, seen, prefetch.waiting, fleet)
@@ -185,7 +187,7 @@ def _plan_tier(
         wished = decision = ScaleDecision(*NOTHING, rest.reason, ScaleMemory())
     else:
         wished = size_tier(fleet, tier, observed, workers, now)
-        free = None if left is None else left - devices_left(observed, {each.name for each in fleet.spec.tiers})
+        free = left.less(devices_left(observed, {each.name for each in fleet.spec.tiers}), dearest(fleet))
         decision = fit(fleet, tier, wished, observed, workers, free, now)
         if before == NOTHING:
             decision = replace(decision, reason=f"woken: {rest.reason or 'scaling.toZero is off'}")

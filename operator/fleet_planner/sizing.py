@@ -11,6 +11,7 @@ from fleet_planner.altered import altered
 from fleet_planner.capacity import fit_budget, fit_cluster, refusals
 from fleet_planner.gang import as_pods
 from fleet_planner.healed import Asked
+from fleet_planner.money import Purse
 from fleet_planner.ratio import Bounds, Pair, bounds_of, project
 from fleet_planner.replicas import Replica
 from fleet_planner.rollout import Limits, larger, next_step, smaller
@@ -26,10 +27,10 @@ def fit(
     decision: ScaleDecision,
     observed: Observed,
     workers: Sequence[Replica],
-    left: int | None,
+    left: Purse,
     now: float,
 ) -> ScaleDecision:
-    """The decision as nodes, quotas and the `left` devices of the budget allow it."""
+    """The decision as nodes, quotas and what is `left` of the budget allow it."""
     wait_s, moves = fleet.spec.scaling.capacity_wait_s, rolls(fleet, tier, observed)
     before = observed.memory.get(tier.name, ScaleMemory())
     if moves and tier.name not in observed.memory:
