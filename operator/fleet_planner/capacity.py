@@ -83,8 +83,20 @@ def refusals(fleet: str, tier: str, problems: Sequence[str]) -> tuple[str, ...]:
     return tuple(words for words in problems if QUOTA_WORDS in words and mine.match(words))
 
 
-def fit_budget(tier: TierSpec, want: Pair, gpus: Pair, left: Purse) -> tuple[Pair, str]:
-    """`want`, or the largest pair that what is `left` pays for; the tier's minimum is never refused. `gpus`: of one worker."""
+def fit_budget(tier: TierSpec, want: Pair, gpus: Pair, left: Purse, have: int = 0) -> tuple[Pair, str]:
+    """`want`, or the largest pair that what is `left` pays for and that routers can be told of; the tier's minimum is never
+    refused, nor for their sake the `have` workers that are there. `gpus`: of one worker."""
+    paid, unpaid = _paid(tier, want, gpus, left)
+    if left.workers is None or sum(paid) <= (room := max(left.workers, have)):
+        return paid, unpaid
+    bounds = bounds_of(tier)
+    size = grown(_at_least((0, 0), bounds), paid, (1, 1), room, bounds.low, bounds.high)
+    untold = f"the routers' document (a ConfigMap, 1 MiB) has room for {max(0, left.workers)} workers more than other tiers have"
+    words = f"{paid[0]} prefill and {paid[1]} decode workers are too many: {untold}: fewer adapters or a second fleet"
+    return (paid, unpaid) if size == paid else (size, "; ".join(part for part in (unpaid, words) if part))
+
+
+def _paid(tier: TierSpec, want: Pair, gpus: Pair, left: Purse) -> tuple[Pair, str]:
     price, cost = price_of(tier), devices(want, gpus)
     room, lacking = left.devices(price), left.lacking(cost, price)
     if room is None or not lacking:  # what takes no device is always paid for
@@ -95,6 +107,11 @@ def fit_budget(tier: TierSpec, want: Pair, gpus: Pair, left: Purse) -> tuple[Pai
     if size == want:
         return want, ""
     return size, f"{want[0]} prefill and {want[1]} decode workers {lacking}"
+
+
+def least_workers(tier: TierSpec) -> int:
+    """The tier's minimum."""
+    return sum(_at_least((0, 0), bounds_of(tier)))
 
 
 def least_devices(tier: TierSpec, gpus: Pair) -> int:

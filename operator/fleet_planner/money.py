@@ -13,6 +13,7 @@ from fractions import Fraction
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.tier import TierSpec
+from fleet_planner.document import workers_most
 from fleet_planner.replicas import Replica
 from fleet_planner.types import ROLES, Observed
 
@@ -26,12 +27,15 @@ class Purse:
 
     gpus: int | None = None
     per_hour: Money | None = None
+    workers: int | None = None
+    """That the routers' document has room for, beside the budget."""
 
-    def less(self, devices: int, price: Money) -> Purse:
-        """After so many devices of this price."""
+    def less(self, devices: int, price: Money, workers: int = 0) -> Purse:
+        """After so many devices of this price, and so many workers."""
         return Purse(
             None if self.gpus is None else self.gpus - devices,
             None if self.per_hour is None else self.per_hour - devices * price,
+            None if self.workers is None else self.workers - workers,
         )
 
     def devices(self, price: Money) -> int | None:
@@ -54,10 +58,10 @@ class Purse:
 
 def purse_of(fleet: InferenceFleet) -> Purse:
     """Of the whole fleet."""
-    budget = fleet.spec.scaling.budget
+    budget, most = fleet.spec.scaling.budget, workers_most(fleet)
     if budget is None:
-        return Purse()
-    return Purse(budget.gpus, None if budget.per_hour is None else exact(budget.per_hour))
+        return Purse(workers=most)
+    return Purse(budget.gpus, None if budget.per_hour is None else exact(budget.per_hour), most)
 
 
 def exact(number: float) -> Money:

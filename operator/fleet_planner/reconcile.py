@@ -10,7 +10,7 @@ from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import fitted
 from fleet_planner.altered import altered
-from fleet_planner.capacity import fit_budget, least_devices, refusals
+from fleet_planner.capacity import fit_budget, least_devices, least_workers, refusals
 from fleet_planner.clock import steady
 from fleet_planner.ending import Ended, Ending, plan_ending
 from fleet_planner.gang import settled, workers_of
@@ -84,6 +84,8 @@ class _Planned:
     memory: ScaleMemory
     devices: int
     """Of the fleet's budget."""
+    workers: int
+    """Of the routers' document."""
     asked: tuple[int, int]
     """What it would have if quota and nodes had room."""
     asked_devices: int
@@ -157,8 +159,11 @@ def _plan_tiers(
     """By name. Out of the budget the minimum of every tier is paid first, then what else they want, in the spec's order."""
     found: dict[str, _Planned] = {}
     left = purse_of(fleet)
-    awake = [tier for tier in fleet.spec.tiers if tier.name not in rest.asleep] if left != Purse() else []
-    later = {tier.name: (least_devices(tier, observed.templates[tier.name].gpus), price_of(tier)) for tier in awake}
+    later = {
+        tier.name: (least_devices(tier, observed.templates[tier.name].gpus), price_of(tier), least_workers(tier))
+        for tier in fleet.spec.tiers
+        if tier.name not in rest.asleep
+    }
     for tier in fleet.spec.tiers:
         later.pop(tier.name, None)
         mine = left
@@ -166,7 +171,7 @@ def _plan_tiers(
             mine = mine.less(*needed)
         heals = healing.get(tier.name, UNHURT)
         found[tier.name] = one = _plan_tier(fleet, tier, observed, sizes[tier.name], prefetch, rest, heals, mine, now)
-        left = left.less(one.devices, price_of(tier))
+        left = left.less(one.devices, price_of(tier), one.workers)
     return found
 
 
@@ -202,10 +207,14 @@ def _plan_tier(
     kept = healing.memory
     memory = altered(decision.memory, flip=plan.flip, gangs=gangs, reached=whole, lacking=lacking, healing=kept)
     gpus = observed.templates[tier.name].gpus
-    asked, _ = fit_budget(tier, (wished.prefill, wished.decode), gpus, left) if tier.name not in rest.asleep else (NOTHING, "")
+    asked, alive = NOTHING, sum(worker.alive for worker in workers)
+    if tier.name not in rest.asleep:
+        asked, _ = fit_budget(tier, (wished.prefill, wished.decode), gpus, left, alive)
     view = TierView(tier, decision, plan, workers, zero, healing)
     wish = wished.prefill, wished.decode
-    return _Planned(plan, view, memory, devices(size, gpus), asked, devices(asked, gpus), wish, wished.disputed or wish)
+    return _Planned(
+        plan, view, memory, devices(size, gpus), sum(size), asked, devices(asked, gpus), wish, wished.disputed or wish
+    )
 
 
 def _targets(fleet: InferenceFleet, planned: dict[str, _Planned], observed: Observed) -> tuple[PoolWanted, ...]:

@@ -44,7 +44,7 @@ def fit(
         rolls=moves or before.room_at > 0, paused=fleet.spec.rollout.paused,
     )  # fmt: skip
     gpus = observed.templates[tier.name].gpus
-    size, unpaid = fit_budget(tier, placed.size, gpus, left)
+    size, unpaid = fit_budget(tier, placed.size, gpus, left, sum(worker.alive for worker in workers))
     size, given = _as_given(tier, size, gpus, workers) if before.room_at > 0 else (size, "")
     limited = "; ".join(words for words in (placed.limited, unpaid, given) if words)
     reason = f"{decision.reason}; {limited}" if limited else decision.reason
