@@ -300,6 +300,20 @@ FLEET_RULES: tuple[Rule, ...] = (
         field=".routing.tierRules",
     ),
     _duration_between("spec.scaling", "capacityWait", "1s", "24h"),
+    Rule(
+        path="spec.scaling.budget",
+        cel="has(self.gpus) || has(self.perHour)",
+        message="gpus or perHour is needed",
+        holds=lambda raw: "gpus" in raw or "perHour" in raw,
+    ),
+    Rule(
+        path="spec",
+        cel="!has(self.scaling) || !has(self.scaling.budget) || !has(self.scaling.budget.perHour) || "
+        "self.tiers.all(t, has(t.cost))",
+        message="scaling.budget.perHour needs cost.perGpuHour of every tier: what a tier without one costs nobody knows",
+        holds=lambda raw: _dig(raw, "scaling.budget.perHour", None) is None or all("cost" in tier for tier in raw["tiers"]),
+        field=".tiers",
+    ),
     _duration_between("spec.scaling.toZero", "idle", "5s", "24h"),
     _duration_between("spec.limits.hold", "time", "1s", "1h"),
     _quantity_between("spec.limits.hold", "size", "4Mi", "16Gi"),

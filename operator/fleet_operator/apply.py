@@ -32,6 +32,7 @@ from fleet_operator.cluster.interface import (
 )
 from fleet_operator.compare import contains, data_patch, satisfied, stamped
 from fleet_operator.deeds import member_of, planned_from, undone, worker_of
+from fleet_operator.document_size import fits, too_large
 from fleet_operator.fleet_telling import FleetTelling
 from fleet_operator.flip import marks
 from fleet_operator.fresh import Fresh
@@ -43,7 +44,7 @@ from fleet_operator.older import older
 from fleet_operator.outcome import Outcome, StopError
 from fleet_operator.ownership import lost_owners, name_conflict, owned, parted, put_back, taken
 from fleet_operator.peer_keys import is_due, make_key
-from fleet_operator.pool_status import changed_pools, pool_status, takes_pods
+from fleet_operator.pool_status import changed_pools, pool_status, takes_pods, tell_pool
 from fleet_operator.render.fabric import render_claims
 from fleet_operator.render.fleet import render_budgets, render_documents, render_pool, render_router
 from fleet_operator.render.gang import leader_of, render_group_service
@@ -114,10 +115,10 @@ class Applier:
         When the API cannot answer the pass stops there; only the status, which tells why, is still tried."""
         telling = FleetTelling(self._cluster, self._pace, raw, plan.status, settled.words)
         work = _Pass(fleet, raw, plan, live, Fresh(self._cluster, raw, live, telling), Outcome(), settled, lost)
-        if lost or not settled.all.holds(fleet.spec, plan, live) or self._key_is_due(fleet, plan, settled):
-            asked = self._cluster.asked
-            with suppress(StopError):
-                await self._objects(work, templates)
+        in_order, asked = not lost and settled.all.holds(fleet.spec, plan, live), self._cluster.asked
+        with suppress(StopError):
+            await (self._key(work) if in_order else self._objects(work, templates))
+        if not in_order:
             settled.keep(live)
             if self._cluster.asked == asked:
                 settled.all.note(fleet.spec, plan, live, work.outcome)
@@ -129,13 +130,12 @@ class Applier:
         return work.outcome
 
     async def _objects(self, work: _Pass, templates: dict[str, Template]) -> None:
-        routers_told = await self._put(render_documents(work.fleet, work.plan, work.raw, work.live), work)
+        routers_told = await self._documents(work)
         if work.plan.ended is not None:  # nothing is made, changed or put back any more
             await self._deletions(work, routers_told)
             return
         stored = await self._revisions(work, templates)
-        if self._key_is_due(work.fleet, work.plan, work.settled) and await self._true(work, sizes=False):
-            await make_key(self._cluster, work.fleet, work.raw, work.settled.key, work.outcome, self._now())
+        await self._key(work)
         for wish in render_router(work.fleet, work.raw, self._platform, work.live):
             await self._put(wish, work)
         await self._policy(work)
@@ -148,7 +148,7 @@ class Applier:
                 pools[pool.name] = made
         await self._targets(work, sized=len(pools) == len(work.plan.pools))
         await self._owners(work, pools)
-        if routers_told is not None:
+        if routers_told is not None and fits(work.outcome.problems):
             await self._flips(work.plan, work.fleet.metadata.namespace, pools, work.outcome)
         await self._adapters(work)
         await self._deletions(work, routers_told)
@@ -157,8 +157,22 @@ class Applier:
         await self._creations(work, stored, pools)
         await self._pool_status(work)
 
-    def _key_is_due(self, fleet: InferenceFleet, plan: Plan, settled: Settled) -> bool:
-        return self._platform.makes_keys and plan.ended is None and is_due(fleet, plan, settled.key, self._now())
+    async def _documents(self, work: _Pass) -> Object | None:
+        """What routers are told, as the API has it then. One that is too large is not sent: what is there goes on."""
+        wish = render_documents(work.fleet, work.plan, work.raw, work.live)
+        problem = too_large(wish, len(work.plan.targets))
+        if problem is None:
+            return await self._put(wish, work)
+        work.outcome.problems.append(problem)
+        found = await self._there(wish, work.outcome)
+        return found if found is not None and owned(found, work.raw) else None
+
+    async def _key(self, work: _Pass) -> None:
+        """The Secret that the fleet's pods share, where it is time to ask for it."""
+        memory, now = work.settled.key, self._now()
+        wanted = self._platform.makes_keys and work.plan.ended is None and is_due(work.fleet, memory, now)
+        if wanted and await self._true(work, sizes=False):
+            await make_key(self._cluster, work.fleet, work.raw, memory, work.outcome, now)
 
     async def _targets(self, work: _Pass, *, sized: bool) -> None:
         """Of a fleet that is scaled from outside; one that no role needs goes."""
@@ -480,16 +494,7 @@ class Applier:
             pods = [o for (kind, _), o in work.live.items() if kind == "Pod" and owned(o, found)]
             wish = pool_status(pods, work.fleet.metadata.name, pool, serving)
             if not contains(found.get("status"), wish):  # a newer operator's words about it stay
-                await self._pool_told(work.fleet.metadata.namespace, pool.name, wish, work.outcome)
+                await tell_pool(self._cluster, work.fleet.metadata.namespace, pool.name, wish, work.outcome)
         for name, wish in target_statuses(work.fleet, work.plan, work.live, serving, changed):
             if not contains(work.live[POOL.kind, name].get("status"), wish):
-                await self._pool_told(work.fleet.metadata.namespace, name, wish, work.outcome)
-
-    async def _pool_told(self, namespace: str, name: str, status: Object, outcome: Outcome) -> None:
-        try:
-            await self._cluster.patch_status(POOL, namespace, name, status)
-            outcome.writes += 1
-        except NotFoundError:
-            return
-        except ClusterError as error:
-            outcome.fail(f"status of {POOL.kind} {name}", error)
+                await tell_pool(self._cluster, work.fleet.metadata.namespace, name, wish, work.outcome)

@@ -145,6 +145,8 @@ def name_conflict(there: Object, wish: Object) -> Problem:
     deleted with `--cascade=orphan`."""
     kind, meta, has = wish["kind"], wish["metadata"], there["metadata"]
     fleet, marks = meta["labels"][FLEET], has.get("labels") or {}
+    if words := _of_two_fleets(kind, meta, marks):
+        return Problem(NAME_CONFLICT, words)
     what_to_do = ": delete or rename it, or give this fleet another name"
     if not has.get("ownerReferences") and (marks.get(MANAGED_BY), marks.get(FLEET)) == (MANAGER, fleet):
         what_to_do = (
@@ -152,6 +154,19 @@ def name_conflict(there: Object, wish: Object) -> Problem:
             f"{FLEET}={fleet} in namespace {meta['namespace']}, and everything is made anew"
         )
     return Problem(NAME_CONFLICT, f"{kind} {meta['name']} exists and belongs to somebody else{what_to_do}")
+
+
+def _of_two_fleets(kind: str, wish: Object, has: Mapping[str, str]) -> str:
+    """Fleet `g` with tier `a-b` and fleet `g-a` with tier `b` make the same names: that, in words; empty where it is not so. Who
+    came first keeps what it has."""
+    mine, theirs = ([labels[key] for key in (FLEET, TIER) if key in labels] for labels in (wish["labels"], has))
+    alike = has.get(MANAGED_BY) == MANAGER and len(mine) == len(theirs) == 2 and mine[0] != theirs[0]
+    if not alike or "-".join(mine) != "-".join(theirs):
+        return ""
+    return (
+        f"{kind} {wish['name']} belongs to fleet {theirs[0]} and is left alone: fleet {theirs[0]} with tier {theirs[1]} and "
+        f"fleet {mine[0]} with tier {mine[1]} give it the same name: give the tier of one of them another name"
+    )
 
 
 def taken(there: Object, wish: Object) -> Problem | None:

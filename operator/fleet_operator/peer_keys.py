@@ -2,7 +2,7 @@
 
 It is only ever created: the operator has no right to read, change or delete a Secret, and knows by the API server's refusal of a
 second one that it is there. So what somebody put into it, the next key for example, is safe from us; and without the right to
-list Secrets nothing can be watched: one that was deleted by hand comes back when the next pod is made.
+list Secrets nothing can be watched. So it is made once more every five minutes: one that was deleted by hand is back then.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ from fleet_operator.names import labels, owner_reference
 from fleet_operator.outcome import Outcome
 from fleet_operator.render.peerkey import KEY, peer_key_name
 from fleet_planner.events import Deed
-from fleet_planner.peerkey import gossips, needs_key
-from fleet_planner.reconcile import Plan
+from fleet_planner.peerkey import needs_key
 from fleet_planner.types import Problem
 
 KEY_BYTES: Final = 32
+LOOK_S: Final = 300.0
+"""Whether it is there is asked this often, by a request that makes it where it is not: a fleet at rest asks for little else."""
+EACH_S: Final = 1.0
+"""Between two such questions of one operator: each passes the admission of its API server. Of more than LOOK_S fleets each is
+asked about so much later."""
 AGAIN_S: Final = 600.0
-"""Whether it is still there is asked this often at most, and only when a pod is made."""
+"""And this often at most while we may not make it."""
 
 REFUSED_AGAIN_S: Final = 15.0
 """After a first refusal, then twice as long each time: a quota, or an admission that does not know our kinds yet, refuses for a
@@ -52,18 +56,18 @@ class KeyMemory:
     """In a row: we may not make it, and the status says so."""
     is_open: bool = False
     """The last try ended without a word whether it is there."""
+    fleets: int = 1
+    """How many the operator knows, and may ask about."""
 
 
-def is_due(fleet: InferenceFleet, plan: Plan, memory: KeyMemory, now: float) -> bool:
-    """Something is made, or grows, that needs the key, and it is not known to be there."""
+def is_due(fleet: InferenceFleet, memory: KeyMemory, now: float) -> bool:
+    """Its pods need the key, whatever engine they have, and whether it is there is not known any more."""
     if fleet.spec.peer_key is not None or not needs_key(fleet):
         return False
     if memory.is_open:
         return True
-    wait_s = min(AGAIN_S, REFUSED_AGAIN_S * 2 ** (memory.refusals - 1)) if memory.refusals else AGAIN_S
-    if abs(now - memory.asked_at) < wait_s:
-        return False
-    return bool(plan.create) or is_without(fleet, memory) or (gossips(fleet) and memory.asked_at == NEVER)
+    refused_s = min(AGAIN_S, REFUSED_AGAIN_S * 2 ** (memory.refusals - 1)) if memory.refusals else 0.0
+    return abs(now - memory.asked_at) >= max(refused_s or LOOK_S, EACH_S * memory.fleets)
 
 
 def is_without(fleet: InferenceFleet, memory: KeyMemory) -> bool:

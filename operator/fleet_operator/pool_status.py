@@ -1,11 +1,11 @@
-"""What a WorkerPool says of its workers, and whether it may have more. Pure."""
+"""What a WorkerPool says of its workers, and whether it may have more."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from typing import Final
 
-from fleet_operator.cluster.interface import POD, Object
+from fleet_operator.cluster.interface import POD, POOL, Cluster, ClusterError, NotFoundError, Object
 from fleet_operator.gangs import count_workers
 from fleet_operator.names import GROUP_OF, MEMBER
 from fleet_operator.outcome import Outcome
@@ -49,3 +49,14 @@ def pool_status(pods: list[Object], fleet: str, pool: PoolWanted, serving: Conta
         "terminatingReplicas": leaving,
         "selector": selector if pool.nodes == 1 else f"{selector},{MEMBER}=0",
     }
+
+
+async def tell_pool(cluster: Cluster, namespace: str, name: str, status: Object, outcome: Outcome) -> None:
+    """Write it; a pool that is gone has none."""
+    try:
+        await cluster.patch_status(POOL, namespace, name, status)
+        outcome.writes += 1
+    except NotFoundError:
+        return
+    except ClusterError as error:
+        outcome.fail(f"status of {POOL.kind} {name}", error)

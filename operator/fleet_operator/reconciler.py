@@ -58,7 +58,7 @@ from fleet_operator.picture import Places, picture, pods_of
 from fleet_operator.pod_marks import put_back, rightful
 from fleet_operator.pool_names import as_named
 from fleet_operator.reading import Known, Reader, Sources, Telemetry
-from fleet_operator.recorder import Recorder, present_status, ready_of
+from fleet_operator.recorder import Recorder, cost_of, present_status, ready_of
 from fleet_operator.render.prefetch import fetches_ahead
 from fleet_operator.render.revision import observe_revisions, template_of
 from fleet_operator.settings import Platform
@@ -243,6 +243,11 @@ class Reconciler:
             status = ready_of(raw)
             counts[status if status in counts else "Unknown"] += 1
         return counts
+
+    def cost_per_hour(self) -> float | None:
+        """Of our fleets that say what they cost; None: none does."""
+        costs = [cost_of(raw) for (namespace, _), raw in self._objects.fleets.items() if self._owns(namespace)]
+        return sum(known) if (known := [cost for cost in costs if cost is not None]) else None
 
     def ownerless(self) -> int:
         """Pods of fleets that are gone, which nobody owns."""
@@ -429,6 +434,7 @@ class Reconciler:
         if plan.ended is not None:
             return await self._end(key, raw, fleet, state, plan, plan.ended, live)
         there, at = {obj["metadata"]["uid"] for obj in pods_of(live)}, self._monotonic()
+        state.settled.key.fleets = len(self._objects.fleets)
         asked, held = state.refusals.held(plan.create, there, at)
         asks = plan if asked == plan.create else replace(plan, create=asked)
         outcome = await self._applier.apply(fleet, raw, asks, templates, live, state.settled, lost.keys())

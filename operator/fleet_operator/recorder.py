@@ -119,6 +119,13 @@ def ready_of(raw: Object) -> str:
     return ""
 
 
+def cost_of(raw: Object) -> float | None:
+    """What the status says that the fleet costs an hour; None: nothing that is a number."""
+    status = raw.get("status")
+    found = status.get("costPerHour") if isinstance(status, dict) else None
+    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+
+
 def render_event(raw: Object, event: Event, now: float, instance: str) -> Object:
     """An events.k8s.io/v1 Event about the fleet. Its name follows from what it says: a write that is tried again is the same. The
     time comes first: kubectl shows such events in the order of their names (it sorts by a field that this API refuses)."""

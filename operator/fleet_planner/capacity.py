@@ -2,7 +2,7 @@
 
 A worker that finds no node within `scaling.capacityWait` (a cluster autoscaler had that long to bring one; time in a queue does
 not count), or that a quota refuses, caps its tier at what exists; for as long again nothing is tried, then once more. A budget of
-devices caps all tiers of a fleet together, in the order of the spec.
+devices, or of money by the hour, caps all tiers of a fleet together, in the order of the spec.
 
 A rollout has its own answer to a lack of room (rollout.py), and it counts from the size that there is: a cap holds for as long as
 a rollout moves. One is only made meanwhile when more is wanted than had nodes ever since it began: what it takes away itself to
@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from fleet_api.conditions import rfc3339
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.altered import altered
+from fleet_planner.money import Purse, price_of
 from fleet_planner.ratio import Bounds, Pair, bounds_of, grown, largest, smallest
-from fleet_planner.rollout import covers, larger, smaller
+from fleet_planner.rollout import covers, devices, larger, smaller
 from fleet_planner.types import ObservedPod, ScaleMemory
 
 QUOTA_WORDS = "exceeded quota"
@@ -82,17 +83,35 @@ def refusals(fleet: str, tier: str, problems: Sequence[str]) -> tuple[str, ...]:
     return tuple(words for words in problems if QUOTA_WORDS in words and mine.match(words))
 
 
-def fit_budget(tier: TierSpec, want: Pair, gpus: Pair, left: int | None) -> tuple[Pair, str]:
-    """`want`, or the largest pair that `left` devices pay for; the tier's minimum is never refused. `gpus`: of one worker."""
-    cost = want[0] * gpus[0] + want[1] * gpus[1]
-    if left is None or cost <= max(0, left):  # what takes no device is always paid for
+def fit_budget(tier: TierSpec, want: Pair, gpus: Pair, left: Purse, have: int = 0) -> tuple[Pair, str]:
+    """`want`, or the largest pair that what is `left` pays for and that routers can be told of; the tier's minimum is never
+    refused, nor for their sake the `have` workers that are there. `gpus`: of one worker."""
+    paid, unpaid = _paid(tier, want, gpus, left)
+    if left.workers is None or sum(paid) <= (room := max(left.workers, have)):
+        return paid, unpaid
+    bounds = bounds_of(tier)
+    size = grown(_at_least((0, 0), bounds), paid, (1, 1), room, bounds.low, bounds.high)
+    untold = f"the routers' document (a ConfigMap, 1 MiB) has room for {max(0, left.workers)} workers more than other tiers have"
+    words = f"{paid[0]} prefill and {paid[1]} decode workers are too many: {untold}: fewer adapters or a second fleet"
+    return (paid, unpaid) if size == paid else (size, "; ".join(part for part in (unpaid, words) if part))
+
+
+def _paid(tier: TierSpec, want: Pair, gpus: Pair, left: Purse) -> tuple[Pair, str]:
+    price, cost = price_of(tier), devices(want, gpus)
+    room, lacking = left.devices(price), left.lacking(cost, price)
+    if room is None or not lacking:  # what takes no device is always paid for
         return want, ""
     bounds = bounds_of(tier)
     least = _at_least((0, 0), bounds)
-    size = grown(least, want, gpus, left, bounds.low, bounds.high)
+    size = grown(least, want, gpus, room, bounds.low, bounds.high)
     if size == want:
         return want, ""
-    return size, f"{want[0]} prefill and {want[1]} decode workers need {cost} devices, scaling.budget.gpus leaves {max(0, left)}"
+    return size, f"{want[0]} prefill and {want[1]} decode workers {lacking}"
+
+
+def least_workers(tier: TierSpec) -> int:
+    """The tier's minimum."""
+    return sum(_at_least((0, 0), bounds_of(tier)))
 
 
 def least_devices(tier: TierSpec, gpus: Pair) -> int:

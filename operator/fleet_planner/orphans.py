@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_planner.capacity import QUOTA_WORDS
 from fleet_planner.gang import SETTLE_S, workers_of
+from fleet_planner.money import dearest, devices_of, price_of, purse_of
 from fleet_planner.ratio import Pair
 from fleet_planner.replicas import Replica, first_to_go
 from fleet_planner.revisions import target_of
@@ -70,7 +71,7 @@ def plan_orphans(fleet: InferenceFleet, observed: Observed, tiers: Mapping[str, 
 def devices_left(observed: Observed, tiers: Collection[str]) -> int:
     """Of workers that serve on though their tiers left the spec; the budget pays for them, too. `tiers`: those of the spec."""
     names = sorted({pod.tier for pod in observed.pods}.difference(tiers))
-    return sum(_devices(worker, observed) for worker in _left(observed, names)[1]) if names else 0
+    return sum(devices_of(worker, observed) for worker in _left(observed, names)[1]) if names else 0
 
 
 def _left(observed: Observed, names: Sequence[str]) -> tuple[list[Replica], list[Replica]]:
@@ -97,9 +98,11 @@ def _replaced(serving: Sequence[Replica], tiers: Mapping[str, TierNow], *, whole
 
 def _is_paid(fleet: InferenceFleet, observed: Observed, serving: Sequence[Replica], tiers: Mapping[str, TierNow]) -> bool:
     """They and the tiers of the spec fit into the budget."""
-    budget = fleet.spec.scaling.budget
-    devices = sum(tier.devices for tier in tiers.values()) + sum(_devices(worker, observed) for worker in serving)
-    return budget is None or devices <= budget.gpus
+    left = purse_of(fleet)
+    for name, tier in tiers.items():
+        left = left.less(tier.devices, price_of(fleet.tier(name)))
+    left = left.less(sum(devices_of(worker, observed) for worker in serving), dearest(fleet))
+    return (left.gpus is None or left.gpus >= 0) and (left.per_hour is None or left.per_hour >= 0)
 
 
 def _short_since(observed: Observed, tiers: Mapping[str, TierNow], *, begun: bool, unpaid: bool) -> float | None:
@@ -131,10 +134,3 @@ def _fewer(serving: Sequence[Replica], step: int) -> list[Replica]:
     is_last = max(map(len, by_role)) == 1
     kept = [] if is_last else [worker for found in by_role for worker in found[: max(1, len(found) - step)]]
     return [worker for worker in serving if worker.leader.tier != tier] + kept
-
-
-def _devices(worker: Replica, observed: Observed) -> int:
-    """Of its template, which is stored as long as it has pods."""
-    leader = worker.leader
-    template = observed.stored.get(leader.tier, {}).get(leader.revision)
-    return template.gpus[ROLES.index(worker.role)] if template is not None else 0

@@ -10,11 +10,12 @@ from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import fitted
 from fleet_planner.altered import altered
-from fleet_planner.capacity import fit_budget, least_devices, refusals
+from fleet_planner.capacity import fit_budget, least_devices, least_workers, refusals
 from fleet_planner.clock import steady
 from fleet_planner.ending import Ended, Ending, plan_ending
 from fleet_planner.gang import settled, workers_of
 from fleet_planner.healing import UNHURT, Healing, marked, plan_healing
+from fleet_planner.money import Purse, dearest, price_of, purse_of
 from fleet_planner.orphans import TierNow, devices_left, plan_orphans
 from fleet_planner.prefetch import Prefetch, held_back, plan_prefetch, reached, repairs
 from fleet_planner.revisions import TierPlan, plan_tier
@@ -83,6 +84,8 @@ class _Planned:
     memory: ScaleMemory
     devices: int
     """Of the fleet's budget."""
+    workers: int
+    """Of the routers' document."""
     asked: tuple[int, int]
     """What it would have if quota and nodes had room."""
     asked_devices: int
@@ -155,16 +158,20 @@ def _plan_tiers(
 ) -> dict[str, _Planned]:
     """By name. Out of the budget the minimum of every tier is paid first, then what else they want, in the spec's order."""
     found: dict[str, _Planned] = {}
-    budget = fleet.spec.scaling.budget
-    left = budget.gpus if budget is not None else None
-    awake = [tier for tier in fleet.spec.tiers if tier.name not in rest.asleep] if budget is not None else []
-    later = {tier.name: least_devices(tier, observed.templates[tier.name].gpus) for tier in awake}
+    left = purse_of(fleet)
+    later = {
+        tier.name: (least_devices(tier, observed.templates[tier.name].gpus), price_of(tier), least_workers(tier))
+        for tier in fleet.spec.tiers
+        if tier.name not in rest.asleep
+    }
     for tier in fleet.spec.tiers:
         later.pop(tier.name, None)
-        mine = None if left is None else left - sum(later.values())
+        mine = left
+        for needed in later.values():
+            mine = mine.less(*needed)
         heals = healing.get(tier.name, UNHURT)
         found[tier.name] = one = _plan_tier(fleet, tier, observed, sizes[tier.name], prefetch, rest, heals, mine, now)
-        left = None if left is None else left - one.devices
+        left = left.less(one.devices, price_of(tier), one.workers)
     return found
 
 
@@ -176,7 +183,7 @@ def _plan_tier(
     prefetch: Prefetch,
     rest: Rest,
     healing: Healing,
-    left: int | None,
+    left: Purse,
     now: float,
 ) -> _Planned:
     observed = held_back(tier, seen, prefetch.waiting, fleet)
@@ -185,7 +192,7 @@ def _plan_tier(
         wished = decision = ScaleDecision(*NOTHING, rest.reason, ScaleMemory())
     else:
         wished = size_tier(fleet, tier, observed, workers, now)
-        free = None if left is None else left - devices_left(observed, {each.name for each in fleet.spec.tiers})
+        free = left.less(devices_left(observed, {each.name for each in fleet.spec.tiers}), dearest(fleet))
         decision = fit(fleet, tier, wished, observed, workers, free, now)
         if before == NOTHING:
             decision = replace(decision, reason=f"woken: {rest.reason or 'scaling.toZero is off'}")
@@ -200,10 +207,14 @@ def _plan_tier(
     kept = healing.memory
     memory = altered(decision.memory, flip=plan.flip, gangs=gangs, reached=whole, lacking=lacking, healing=kept)
     gpus = observed.templates[tier.name].gpus
-    asked, _ = fit_budget(tier, (wished.prefill, wished.decode), gpus, left) if tier.name not in rest.asleep else (NOTHING, "")
+    asked, alive = NOTHING, sum(worker.alive for worker in workers)
+    if tier.name not in rest.asleep:
+        asked, _ = fit_budget(tier, (wished.prefill, wished.decode), gpus, left, alive)
     view = TierView(tier, decision, plan, workers, zero, healing)
     wish = wished.prefill, wished.decode
-    return _Planned(plan, view, memory, devices(size, gpus), asked, devices(asked, gpus), wish, wished.disputed or wish)
+    return _Planned(
+        plan, view, memory, devices(size, gpus), sum(size), asked, devices(asked, gpus), wish, wished.disputed or wish
+    )
 
 
 def _targets(fleet: InferenceFleet, planned: dict[str, _Planned], observed: Observed) -> tuple[PoolWanted, ...]:

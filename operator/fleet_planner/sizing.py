@@ -11,6 +11,7 @@ from fleet_planner.altered import altered
 from fleet_planner.capacity import fit_budget, fit_cluster, refusals
 from fleet_planner.gang import as_pods
 from fleet_planner.healed import Asked
+from fleet_planner.money import Purse
 from fleet_planner.ratio import Bounds, Pair, bounds_of, project
 from fleet_planner.replicas import Replica
 from fleet_planner.rollout import Limits, larger, next_step, smaller
@@ -26,10 +27,10 @@ def fit(
     decision: ScaleDecision,
     observed: Observed,
     workers: Sequence[Replica],
-    left: int | None,
+    left: Purse,
     now: float,
 ) -> ScaleDecision:
-    """The decision as nodes, quotas and the `left` devices of the budget allow it."""
+    """The decision as nodes, quotas and what is `left` of the budget allow it."""
     wait_s, moves = fleet.spec.scaling.capacity_wait_s, rolls(fleet, tier, observed)
     before = observed.memory.get(tier.name, ScaleMemory())
     if moves and tier.name not in observed.memory:
@@ -43,7 +44,7 @@ def fit(
         rolls=moves or before.room_at > 0, paused=fleet.spec.rollout.paused,
     )  # fmt: skip
     gpus = observed.templates[tier.name].gpus
-    size, unpaid = fit_budget(tier, placed.size, gpus, left)
+    size, unpaid = fit_budget(tier, placed.size, gpus, left, sum(worker.alive for worker in workers))
     size, given = _as_given(tier, size, gpus, workers) if before.room_at > 0 else (size, "")
     limited = "; ".join(words for words in (placed.limited, unpaid, given) if words)
     reason = f"{decision.reason}; {limited}" if limited else decision.reason

@@ -18,7 +18,9 @@ from fleet_planner.capacity import QUOTA_WORDS
 from fleet_planner.causes import grouped, router_begins, router_words, unready, unready_too_long
 from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.fabric import disaggregating, transport_verified
+from fleet_planner.gang import workers_of
 from fleet_planner.healing import UNHURT, Healing
+from fleet_planner.money import cost_now, devices_of, exact
 from fleet_planner.peerkey import peer_key
 from fleet_planner.ratio import bounds_of, project, within
 from fleet_planner.replicas import Replica
@@ -85,6 +87,7 @@ def plan_status(
         endpoint=f"{_scheme(fleet)}://{name}-router.{namespace}.svc:8080",
         authentication="open" if fleet.spec.tenants is None else "keys",
         tiers=tiers,
+        cost_per_hour=_cost(fleet, tiers, observed),
         adapters=adapters,
         conditions=conditions,
         resolved=observed.resolved if observed.resolved is not None else fleet.resolved(),
@@ -117,11 +120,21 @@ def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> Ti
             transfers=proof.transfers, blocks=proof.blocks, bytes=proof.bytes, failed=proof.failed, transport=telemetry.transport
         )
     ratio = format_ratio(prefill.serving, decode.serving)
-    revision, rollout = view.plan.revision, view.plan.rollout
+    revision, rollout, price = view.plan.revision, view.plan.rollout, view.tier.cost
+    cost = None if price is None else float(cost_now(price.per_gpu_hour, view.workers, observed))
     return TierStatus(
-        name=name, prefill=prefill, decode=decode, ratio=ratio, revision=revision, rollout=rollout, flip=view.plan.flip, kv=kv,
-        zero=view.zero, healing=view.healing.status,
+        name=name, prefill=prefill, decode=decode, ratio=ratio, cost_per_hour=cost, revision=revision, rollout=rollout,
+        flip=view.plan.flip, kv=kv, zero=view.zero, healing=view.healing.status,
     )  # fmt: skip
+
+
+def _cost(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Observed) -> float | None:
+    """Of all tiers; None: some worker holds devices of which nobody says what they cost."""
+    known = {tier.name: exact(tier.cost_per_hour) for tier in tiers if tier.cost_per_hour is not None}
+    others = {pod.tier for pod in observed.pods if pod.node is not None} - known.keys()
+    workers = (worker for name in others for worker in workers_of(observed, name))
+    unknown = any(devices_of(worker, observed) for worker in workers)
+    return None if unknown or not known else float(sum(known.values()))
 
 
 def _rolling(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed, now: float) -> Verdict:

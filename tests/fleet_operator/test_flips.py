@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fleet_api.parse import parse_fleet
+from fleet_operator import document_size
 from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, POD, ForbiddenError
 from fleet_operator.flip.asking import Answer, Ask
 from fleet_operator.flip.follow import FlipFollower
@@ -351,6 +352,21 @@ def test_nobody_is_told_before_the_routers_are():
         await world.step()
         assert await flipping(world) is None
         world.api.refuse = lambda verb, kind, name: None
+        world.now += 60
+        await world.touch()
+        assert await flipping(world) is not None
+
+    play(scenario)
+
+
+def test_nobody_is_told_while_the_routers_document_is_too_large(monkeypatch: pytest.MonkeyPatch):
+    async def scenario(world: World, workers: Workers) -> None:
+        await lead(world)
+        await resize(world, 2, 2)
+        with monkeypatch.context() as small:
+            small.setattr(document_size, "MOST_BYTES", 10)
+            await world.step()
+            assert await flipping(world) is None
         world.now += 60
         await world.touch()
         assert await flipping(world) is not None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fleet_api.parse import parse_fleet
+from fleet_operator import peer_keys
 from fleet_operator.cluster.interface import (
     DEPLOYMENT,
     EVENT,
@@ -26,7 +27,7 @@ from fleet_operator.cluster.interface import (
 )
 from fleet_operator.cluster.kinds import SECRET
 from fleet_operator.names import COMPAT
-from fleet_operator.peer_keys import AGAIN_S
+from fleet_operator.peer_keys import AGAIN_S, EACH_S, LOOK_S
 from fleet_operator.render import port, revision, worker
 from fleet_operator.render.peerkey import KEY, MOUNT, VOLUME, peer_key_name
 from fleet_operator.render.revision import compat_of, revision_of
@@ -136,7 +137,7 @@ def test_it_is_made_once_and_never_changed():
     play(scenario)
 
 
-def test_it_is_there_before_the_first_pod_and_nothing_is_asked_at_rest():
+def test_it_is_there_before_the_first_pod_and_little_is_asked_at_rest():
     async def go(world: World) -> None:
         await world.user.apply(manifest(routing={"replicas": 2}))
         written = list[str]()
@@ -145,10 +146,14 @@ def test_it_is_there_before_the_first_pod_and_nothing_is_asked_at_rest():
         assert written.count("Secret") == 1, "one write"
         assert written.index("Secret") < written.index("Deployment") < written.index("Pod")
         await world.settle()
-        world.now += 10 * AGAIN_S
         world.api.looks.clear()
         await world.touch()
         assert asked(world) == []
+        for looked in (1, 2):
+            world.now += LOOK_S
+            for _ in range(3):
+                assert await world.touch() == [], "it is there: nothing is written"
+            assert asked(world) == [("create", "Secret")] * looked
         world.operator = world.new_operator()
         await world.settle()
         assert all(verb == "create" for verb, _ in asked(world)), "never read, never listed"
@@ -156,18 +161,46 @@ def test_it_is_there_before_the_first_pod_and_nothing_is_asked_at_rest():
     in_an_empty_world(go)
 
 
-def test_one_that_was_deleted_comes_back_with_the_next_pod():
+@pytest.mark.parametrize("spec", [{}, {**VLLM, "routing": {"replicas": 2}}, {**NO_SEED, "routing": {"replicas": 2}}])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_one_that_was_deleted_comes_back_with_the_next_look_at_the_fleet(spec: dict[str, Any], restarted: bool):
+    """Whatever the engine, and though nothing is made: that of a vLLM fleet came with its next worker, which may be next year."""
+
     async def scenario(world: World) -> None:
         (first,) = await secrets(world)
         await world.user.delete(SECRET, NAMESPACE, first["metadata"]["name"])
-        await another_worker(world)
+        await world.touch()
         assert await secrets(world) == [], "it was asked for just now"
-        world.now += AGAIN_S
-        await another_worker(world)
+        if restarted:
+            world.operator = world.new_operator()
+        world.now += LOOK_S
+        written = await world.touch()
         (second,) = await secrets(world)
+        assert [verb for verb, kind, _ in written if kind == "Secret"] == ["create"]
         assert second["data"] != first["data"]
+        assert await world.touch() == []
 
-    play(scenario)
+    play(scenario, **spec)
+
+
+def test_of_many_fleets_one_is_asked_about_each_second(monkeypatch: pytest.MonkeyPatch):
+    """Each question passes the admission of the API server, and a thousand fleets ask many."""
+    count = 45
+    monkeypatch.setattr(peer_keys, "LOOK_S", 10.0)
+
+    async def go(world: World) -> None:
+        for number in range(count):
+            await world.user.apply(manifest(f"f{number}", scaling={"mode": "manual"}, routing={"replicas": 2}, **NO_SEED))
+        await world.settle()
+        made = len(await secrets(world))
+        world.api.looks.clear()
+        for _ in range(4):
+            world.now += 29
+            await world.touch()
+        assert made == count
+        assert count <= len(asked(world)) <= 4 * 30 / EACH_S
+
+    in_an_empty_world(go)
 
 
 def test_a_fleet_that_is_made_again_waits_for_no_old_secret():

@@ -8,8 +8,19 @@ from itertools import count
 from typing import Any
 
 from fleet_api.conditions import rfc3339
-from fleet_operator.cluster.interface import DEPLOYMENT, EVENT, FLEET, POD, POOL, ClusterError, Kind, NotFoundError, WatchEvent
-from fleet_operator.cluster.kinds import kind_of
+from fleet_operator.cluster.interface import (
+    DEPLOYMENT,
+    EVENT,
+    FLEET,
+    POD,
+    POOL,
+    ClusterError,
+    ConflictError,
+    Kind,
+    NotFoundError,
+    WatchEvent,
+)
+from fleet_operator.cluster.kinds import SECRET, kind_of
 from fleet_operator.cluster.memory import MemoryCluster
 from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.names import FLEET as FLEET_LABEL
@@ -66,7 +77,13 @@ class Api:
 
     async def create(self, obj: dict[str, Any]) -> dict[str, Any]:
         self._write("create", kind_of(obj), obj["metadata"]["name"])
-        return await self._store.create(obj)
+        try:
+            return await self._store.create(obj)
+        except ConflictError:
+            if kind_of(obj) == SECRET:  # how the operator, which may not read it, looks whether it is there
+                self.writes.pop()
+                self.looks.append(("create", SECRET.kind))
+            raise
 
     async def patch(self, kind: Kind, namespace: str, name: str, patch: dict[str, Any]) -> dict[str, Any]:
         self._write("patch", kind, name)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fleet_planner.capacity import fit_budget, fit_cluster, refusals
+from fleet_planner.money import Purse
 from fleet_planner.ratio import bounds_of
 from fleet_planner.reconcile import reconcile
 from fleet_planner.types import Observed, ObservedPod, ObservedPool, Problem, Role, ScaleMemory, Template
@@ -157,8 +158,8 @@ def test_wanting_less_than_the_cap_is_no_limit():
 
 def test_what_takes_no_device_is_paid_for_though_others_are_over_the_budget():
     """Minima of two GPU tiers over the budget kept a tier of CPUs at its own minimum: "need 0 devices, ... leaves 0"."""
-    assert fit_budget(TIER, (2, 4), (0, 0), -1) == ((2, 4), "")
-    assert fit_budget(TIER, (2, 4), (1, 0), -1)[0] == (1, 1)
+    assert fit_budget(TIER, (2, 4), (0, 0), Purse(-1)) == ((2, 4), "")
+    assert fit_budget(TIER, (2, 4), (1, 0), Purse(-1))[0] == (1, 1)
 
 
 @pytest.mark.parametrize("gpus", [(1, 1), (1, 4), (8, 2), (0, 0)])
@@ -167,7 +168,7 @@ def test_a_budget_is_kept_inside_the_ratio(gpus: tuple[int, int]):
     for want, left in product(product(range(1, 5), range(1, 9)), [None, *range(40)]):
         if not bounds.allow(*want):
             continue
-        size, words = fit_budget(TIER, want, gpus, left)
+        size, words = fit_budget(TIER, want, gpus, Purse(left))
         assert bounds.allow(*size)
         cost = size[0] * gpus[0] + size[1] * gpus[1]
         assert left is None or cost <= left or size == (1, 1)

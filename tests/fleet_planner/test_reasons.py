@@ -88,6 +88,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
 WELL: dict[ConditionType, str] = {"CapacityLimited": "False", "RollingOut": "False"}
 """The good status where it is not True."""
 PROBLEMS = {"Conflict", "Forbidden", "InternalError", "Invalid", "NameConflict", "NotFound", "Refused", "RoutersNotTold"} | {
+    "DocumentTooLarge",
     "RevisionLost",
     "Unauthorized",
     "Unavailable",

@@ -16,6 +16,7 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from fleet_api.parse import ManifestError
+from fleet_planner.money import exact, price_of
 from fleet_planner.ratio import Pair, bounds_of, within
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import RoleLoad, Template
@@ -90,7 +91,10 @@ def step(world: Metered, seconds: float) -> Pair:
             for d in range(limits.decode_min, limits.decode_max + 1)
             if limits.allow(p, d)
         )
-        assert size[0] * world.gpus[0] + size[1] * world.gpus[1] <= max(budget.gpus, least), size
+        price = price_of(tier)
+        paid = [budget.gpus] if budget.gpus is not None else []
+        paid += [exact(budget.per_hour) / price] if budget.per_hour is not None and price else []
+        assert size[0] * world.gpus[0] + size[1] * world.gpus[1] <= max(min(paid, default=10**6), least), size
     if before is not None and not usable(world.reading):
         assert size == before, "nothing usable is known: the size stays"
     world.seen.append(size)
@@ -143,10 +147,14 @@ def worlds(draw: st.DrawFn) -> Metered:
     low, high = sorted((draw(st.sampled_from(RATIOS)), draw(st.sampled_from(RATIOS))), key=share_of)
     ratio = {"min": low, "max": high, "prefill": draw(st.integers(1, 2)), "decode": draw(st.integers(1, 3))}
     tier = {"name": "t", "ratio": ratio, "prefill": role(), "decode": role()}
-    budget = draw(st.one_of(st.none(), st.integers(1, 14)))
+    limits = {"gpus": st.integers(1, 14), "perHour": st.sampled_from((0.3, 1.0, 5.7, 9.9, 12.0))}
+    budget = draw(st.one_of(st.none(), st.fixed_dictionaries({"gpus": limits["gpus"]}, optional={"perHour": limits["perHour"]}),
+                            st.fixed_dictionaries({"perHour": limits["perHour"]})))  # fmt: skip
+    if budget is not None and "perHour" in budget:
+        tier["cost"] = {"perGpuHour": draw(st.sampled_from((0.0, 0.1, 0.95, 1.9)))}
     more: dict[str, Any] = {"toZero": {"enabled": False}, "scaleDownWindow": "30s", "targetInflight": TARGET}
     if budget is not None:
-        more["budget"] = {"gpus": budget}
+        more["budget"] = budget
     try:
         spec = fleet([tier], telemetry={"interval": "5s"}, **more)
     except ManifestError:

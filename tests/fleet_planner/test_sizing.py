@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fleet_planner.gang import workers_of
+from fleet_planner.money import Purse
 from fleet_planner.ratio import bounds_of
 from fleet_planner.scale import ScaleDecision
 from fleet_planner.sizing import current_size, fit, scaled_by_others, size_tier, wished_size
@@ -108,7 +109,7 @@ def test_a_tier_grows_as_workers_of_one_that_left_the_spec_make_room(
     plain = fleet()
     seen = replace(start(), pods=workers, memory={"t": ScaleMemory(room_at=NOW - 1.0)})
     decision = ScaleDecision(*want, "load", ScaleMemory())
-    found = fit(plain, plain.spec.tiers[0], decision, seen, workers_of(seen, "t"), None, NOW)
+    found = fit(plain, plain.spec.tiers[0], decision, seen, workers_of(seen, "t"), Purse(), NOW)
     assert (found.prefill, found.decode, found.limited) == (*size, limited)
 
 
@@ -147,7 +148,7 @@ def test_an_operator_that_starts_in_a_rollout_goes_on_with_what_had_room(wish: i
     """Pools whose wish is more than their size say that it had none."""
     pools = pool("prefill", 3, 3, 3), replace(pool("decode", 6, 6, 6), wish=wish)
     rolls = Observed(pods=(pod("d", "decode", 0),), pools=pools, templates=start(NEW).templates)
-    found = fit(FLEET, TIER, ScaleDecision(3, 9, "load", ScaleMemory()), rolls, [], None, NOW)
+    found = fit(FLEET, TIER, ScaleDecision(3, 9, "load", ScaleMemory()), rolls, [], Purse(), NOW)
     assert (found.prefill, found.decode) == size
     if wish:
         wait_s = FLEET.spec.scaling.capacity_wait_s

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_wire.keyfile import KeyFile
-from fleet_wire.peerkey import GOSSIP, MOST_KEYS, SEED, derived, is_proven, parse_lines, proof
+from fleet_wire.peerkey import GOSSIP, MOST_KEYS, SEED, derived, is_proven, longest_key_bytes, parse_lines, proof
 
 KEY, NEXT = b"k" * 64, b"n" * 64
 
@@ -34,6 +34,33 @@ def test_a_file_has_keys_one_a_line_and_no_message_holds_one(raw: bytes, found: 
     with pytest.raises(ValueError, match=found) as error:
         parse_lines(raw)
     assert "kkkk" not in str(error.value)
+
+
+BOM = b"\xef\xbb\xbf"
+
+
+@pytest.mark.parametrize("mark", [b"", BOM], ids=["plain", "marked"])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"], ids=["unix", "windows", "old-mac"])
+@pytest.mark.parametrize("last", [True, False], ids=["ended", "not-ended"])
+@pytest.mark.parametrize("inside", [b"", BOM, b" " + BOM + b"\t"], ids=["", "put-together", "in-blanks"])
+def test_a_windows_editor_makes_no_other_key(mark: bytes, end: bytes, last: bool, inside: bytes):
+    """A mark before the first key was part of it: pods with that file did not understand those without."""
+    raw = mark + KEY + end + inside + NEXT + (end if last else b"")
+    assert parse_lines(raw) == (KEY, NEXT)
+    assert longest_key_bytes(raw) == len(KEY)
+    with pytest.raises(ValueError, match="no key"):
+        parse_lines(mark + end + inside)
+
+
+def test_a_marked_file_is_followed_as_one_without(tmp_path: Path):
+    """Half of a key behind a mark is half of a key."""
+    file = KeyFile(tmp_path / "key")
+    file.path.write_bytes(BOM + KEY + b"\r\n")
+    assert (file.look(), file.keys) == ("", (KEY,))
+    file.path.write_bytes(BOM + KEY[:-1])
+    file.look()
+    assert "shorter than the one in use" in file.look()
+    assert file.keys == (KEY,)
 
 
 @given(st.binary(max_size=300), st.integers(0, 200))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from typing import Final
 
@@ -52,7 +53,10 @@ def longest_key_bytes(raw: bytes) -> int:
 
 
 def _lines(raw: bytes) -> list[bytes]:
-    return [line.strip() for line in raw.splitlines() if line.strip()]
+    """Windows' editors put a mark before a file and a carriage return behind a line: neither is of a key. Files that were put
+    together have such marks inside."""
+    lines = (line.strip().removeprefix(BOM_UTF8).strip() for line in raw.splitlines())
+    return [line for line in lines if line]
 
 
 def derived(keys: Sequence[bytes], purpose: str, scope: str) -> tuple[bytes, ...]:

@@ -315,11 +315,17 @@ class TargetInflightSpec(ApiModel):
 
 
 class BudgetSpec(ApiModel):
-    """What a fleet may cost."""
+    """What a fleet may cost: devices, money by the hour, or both."""
 
-    gpus: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
+    gpus: Annotated[int, Field(ge=0, le=1_000_000)] | None = Field(
+        default=None,
         description="Most devices of all tiers together. The minimum of every tier comes first, then the tiers in their order; "
-        "minima are asked for beyond it, too, and a rollout adds its surge."
+        "minima are asked for beyond it, too, and a rollout adds its surge. Default: no limit.",
+    )
+    per_hour: Annotated[float, Field(ge=0.0, le=1_000_000_000.0)] | None = Field(
+        default=None,
+        description="Most that the devices of all tiers together may cost an hour, by cost.perGpuHour of every tier, in the same "
+        "currency; the rules are those of gpus. Default: no limit.",
     )
 
 
@@ -361,7 +367,7 @@ class ScalingSpec(ApiModel):
         description="A worker without a node for this long, or refused by a quota, caps its tier at what exists, for as long; "
         "then it is tried again. 1s to 24h. Default: 5m.",
     )
-    budget: BudgetSpec | None = Field(default=None, description="Most devices. Default: no limit.")
+    budget: BudgetSpec | None = Field(default=None, description="Most devices, and most money by the hour. Default: no limit.")
     to_zero: ToZeroSpec = Field(default=ToZeroSpec(), description="Whether an idle fleet keeps its workers.")
 
     @property

@@ -11,6 +11,7 @@ from fleet_api.v1alpha1.base import ApiModel
 
 ConditionStatus = Literal["True", "False", "Unknown"]
 Count = Annotated[int, Field(ge=0)]
+Cost = Annotated[float, Field(ge=0.0)]
 
 
 class Condition(ApiModel):
@@ -97,6 +98,9 @@ class TierStatus(ApiModel):
     prefill: RoleStatus = Field(default=RoleStatus(), description="Prefill workers.")
     decode: RoleStatus = Field(default=RoleStatus(), description="Decode workers.")
     ratio: str = Field(default="", description="Serving prefill:decode in lowest terms.")
+    cost_per_hour: Cost | None = Field(
+        default=None, description="What the devices that its workers hold cost now, an hour; absent without cost.perGpuHour."
+    )
     revision: str = Field(default="", description="Revision of the pod template that serves.")
     rollout: RolloutStatus | None = Field(default=None, description="The rollout; absent before the first worker.")
     flip: FlipStatus | None = Field(default=None, description="The last role flip that failed; no other is tried for a while.")
@@ -135,6 +139,11 @@ class FleetStatus(ApiModel):
         default=None, description="open: whoever reaches the router may ask. keys: API keys of spec.tenants are needed."
     )
     tiers: tuple[TierStatus, ...] = Field(default=(), description="Each tier.")
+    cost_per_hour: Cost | None = Field(
+        default=None,
+        description="What all devices that the workers hold cost now, an hour; absent while that of some of them is unknown: its "
+        "tier has no cost.perGpuHour, or left the spec.",
+    )
     adapters: tuple[AdapterStatus, ...] = Field(default=(), description="Each adapter of the spec.")
     conditions: tuple[Condition, ...] = Field(default=(), description="What was observed.")
     resolved: dict[str, Any] | None = Field(

@@ -81,6 +81,15 @@ class TierModelSpec(ApiModel):
     )
 
 
+class CostSpec(ApiModel):
+    """What the workers of a tier cost."""
+
+    per_gpu_hour: Annotated[float, Field(ge=0.0, le=1_000_000.0)] = Field(
+        description="Price of one device of either role for an hour, in a currency that all tiers share. Workers without devices "
+        "cost nothing."
+    )
+
+
 class TierSpec(ApiModel):
     """Prefill and decode workers on one accelerator type."""
 
@@ -95,6 +104,11 @@ class TierSpec(ApiModel):
     )
     parallelism: ParallelismSpec | None = Field(
         default=None, description="How one worker spreads over its devices; a role may have its own. Default: all sizes 1."
+    )
+    cost: CostSpec | None = Field(
+        default=None,
+        description="What the devices cost, for scaling.budget.perHour and status.costPerHour; changing it restarts nothing. "
+        "Default: unknown.",
     )
     quantization: Annotated[str, Field(pattern=r"^[a-z][-_a-z0-9]*$", max_length=32)] | None = Field(
         default=None, description="Quantization of the weights for vllm, e.g. fp8 or awq. Default: as the checkpoint says."

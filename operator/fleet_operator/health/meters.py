@@ -43,6 +43,10 @@ class Queue(Protocol):
         """Pods of fleets that are gone, which nobody owns."""
         ...
 
+    def cost_per_hour(self) -> float | None:
+        """Of our fleets that say what they cost; None: none does."""
+        ...
+
 
 class Meters:
     """Counts passes and writes, and reads the rest when somebody asks."""
@@ -181,5 +185,8 @@ class _Present(Collector):
         for status, count in self._queue.readiness().items():
             ready.add_metric([status], count)
         yield ready
+        if (cost := self._queue.cost_per_hour()) is not None:
+            words = "What the devices of our fleets cost an hour, of those that say it (tiers[].cost)."
+            yield GaugeMetricFamily("fleet_operator_cost_per_hour", words, value=cost)
         left = "Pods without an owner whose fleet is gone: they stay, with their devices."
         yield GaugeMetricFamily("fleet_operator_ownerless_pods", left, value=self._queue.ownerless())

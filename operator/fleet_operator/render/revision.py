@@ -38,7 +38,7 @@ ROLE_FREE_ENGINES: Final = frozenset({"torch"})
 KEPT: Final = frozenset({"pods", "compat", "gpus", "nodes"})
 """Every stored template has these; its data cannot be edited (the API server refuses that)."""
 MARKS: Final = frozenset({"labels", "annotations"})
-NOT_OF_PODS: Final = frozenset({"ratio", "model"})
+NOT_OF_PODS: Final = frozenset({"ratio", "model", "cost"})
 """Fields of a tier that change no pod; whatever is not named here makes a new revision. The tier's model is in `model`: one that
 says what spec.model says changes nothing."""
 

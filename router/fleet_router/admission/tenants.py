@@ -7,6 +7,7 @@ and never its value, because a person may have put a key where its hash belongs.
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections import Counter
 from typing import Annotated, Final, Literal, get_args
 
@@ -73,7 +74,7 @@ def parse_tenants(raw: bytes) -> Tenants:
     if len(raw) > MAX_BYTES:
         raise TenantsError(f"the tenants file is larger than {MAX_BYTES} bytes")
     try:
-        found = _DECODER.decode(raw)
+        found = _DECODER.decode(raw.removeprefix(BOM_UTF8))  # Windows' editors put it there
     except msgspec.ValidationError as error:
         raise TenantsError(_worded(str(error))) from None
     except UNREADABLE as error:

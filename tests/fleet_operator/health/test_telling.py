@@ -21,8 +21,13 @@ from fleet_operator.health.server import Readiness, health_app, serving
 
 
 class Queue:
+    cost: float | None = None
+
     def backlog(self) -> tuple[int, float]:
         return 3, 1.5
+
+    def cost_per_hour(self) -> float | None:
+        return self.cost
 
     def readiness(self) -> dict[str, int]:
         return {"True": 2, "False": 1, "Unknown": 0}
@@ -94,6 +99,14 @@ def test_the_rest_is_read_when_asked():
     assert value(made, "fleet_operator_namespaces_closed") == 5
     assert value(made, "fleet_operator_ownerless_pods") == 7
     assert "fleet_operator_build_info{" in made.text().decode()
+    assert "fleet_operator_cost_per_hour" not in made.text().decode(), "no price is known: that is not 0"
+
+
+def test_what_fleets_cost_is_a_figure_where_one_says_it():
+    made, queue = meters(), Queue()
+    queue.cost = 12.5
+    made.observe(queue, lambda: True, lambda: (4, 1))
+    assert value(made, "fleet_operator_cost_per_hour") == 12.5
 
 
 def test_a_standby_counts_neither_fleets_nor_what_waits():

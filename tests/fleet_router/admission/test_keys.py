@@ -95,6 +95,14 @@ def test_a_secret_in_the_place_of_a_name_is_not_repeated():
         assert "sk-secret" not in str(told.value)
 
 
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "marked"])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["unix", "windows"])
+def test_a_windows_editor_makes_no_other_file(mark: bytes, end: bytes):
+    """With a mark before it the file was refused: a new router did not start."""
+    plain = tenants_file(acme={})
+    assert parse_tenants(mark + plain.replace(b",", b"," + end) + end) == parse_tenants(plain)
+
+
 def test_the_salt_is_needed():
     with pytest.raises(TenantsError, match="salt"):
         parse_tenants(b'{"tenants":[]}')

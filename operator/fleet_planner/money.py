@@ -1,0 +1,97 @@
+"""What a fleet's budget pays for: devices, and money by the hour; and what its workers cost now. Pure.
+
+Within a tier every device has one price, so that money is so many devices of it, and sizes are found as for a budget of devices.
+Money is counted exactly, as the decimal numbers that users write: a sum of a thousand prices is not a part of a cent off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.v1alpha1.tier import TierSpec
+from fleet_planner.document import workers_most
+from fleet_planner.replicas import Replica
+from fleet_planner.types import ROLES, Observed
+
+Money = Fraction
+FREE = Fraction(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Purse:
+    """What is left of scaling.budget; less than nothing when minima are beyond it. None: that is not limited."""
+
+    gpus: int | None = None
+    per_hour: Money | None = None
+    workers: int | None = None
+    """That the routers' document has room for, beside the budget."""
+
+    def less(self, devices: int, price: Money, workers: int = 0) -> Purse:
+        """After so many devices of this price, and so many workers."""
+        return Purse(
+            None if self.gpus is None else self.gpus - devices,
+            None if self.per_hour is None else self.per_hour - devices * price,
+            None if self.workers is None else self.workers - workers,
+        )
+
+    def devices(self, price: Money) -> int | None:
+        """How many of this price it pays for; None: any number."""
+        paid = None if self.per_hour is None or not price else math.floor(self.per_hour / price)
+        return min((count for count in (self.gpus, paid) if count is not None), default=None)
+
+    def lacking(self, devices: int, price: Money) -> str:
+        """Why it does not pay for so many of this price, in words; empty when it does."""
+        words = []
+        if self.gpus is not None and devices > (gpus := max(0, self.gpus)):
+            words.append(f"need {devices} devices, scaling.budget.gpus leaves {gpus}")
+        cost = devices * price
+        if self.per_hour is not None and cost > (money := max(FREE, self.per_hour)):
+            words.append(
+                f"cost {said(cost)} an hour, scaling.budget.perHour leaves {said(money)}: {said(cost - money)} is missing"
+            )
+        return " and ".join(words)
+
+
+def purse_of(fleet: InferenceFleet) -> Purse:
+    """Of the whole fleet."""
+    budget, most = fleet.spec.scaling.budget, workers_most(fleet)
+    if budget is None:
+        return Purse(workers=most)
+    return Purse(budget.gpus, None if budget.per_hour is None else exact(budget.per_hour), most)
+
+
+def exact(number: float) -> Money:
+    """The decimal number that was written."""
+    return Fraction(repr(number))
+
+
+def said(money: Money) -> str:
+    """With what a price may have behind the point, and no more: 12.5."""
+    return f"{float(money):.4f}".rstrip("0").rstrip(".")
+
+
+def price_of(tier: TierSpec) -> Money:
+    """Of one device for an hour. A tier that says none is refused where money is limited, and costs nothing elsewhere."""
+    return FREE if tier.cost is None else exact(tier.cost.per_gpu_hour)
+
+
+def dearest(fleet: InferenceFleet) -> Money:
+    """What a device of a tier that left the spec, and its price with it, is taken to cost while it serves on."""
+    return max(price_of(tier) for tier in fleet.spec.tiers)
+
+
+def devices_of(worker: Replica, observed: Observed) -> int:
+    """Of its template, which is stored as long as it has pods."""
+    leader = worker.leader
+    template = observed.stored.get(leader.tier, {}).get(leader.revision)
+    return template.gpus[ROLES.index(worker.role)] if template is not None else 0
+
+
+def cost_now(price: float, workers: Sequence[Replica], observed: Observed) -> Money:
+    """What the devices that these workers hold cost an hour: of pods that have a node, whatever they do there."""
+    parts = (Fraction(devices_of(worker, observed) * worker.placed, worker.size) for worker in workers)
+    return sum(parts, FREE) * exact(price)

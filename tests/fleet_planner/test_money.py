@@ -1,0 +1,246 @@
+"""A budget of money by the hour bounds sizes as one of devices does: ratio kept, minima first, nothing stranded, and told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet_api.parse import ManifestError, parse_fleet
+from fleet_api.v1alpha1 import InferenceFleet
+from fleet_operator.render.revision import revision_of
+from fleet_planner.capacity import fit_budget, least_devices
+from fleet_planner.money import Purse, exact, said
+from fleet_planner.ratio import bounds_of
+from fleet_planner.reconcile import Plan, reconcile
+from fleet_planner.types import Observed, Template
+from tests.fleet_planner.test_reconcile import NOW, carry_out, pod
+
+REVISION = "aaaaaaaa"
+BOTH = {"prefill": {"maxReplicas": 4}, "decode": {"maxReplicas": 8}}
+
+
+def fleet(*tiers: dict[str, Any], budget: dict[str, Any] | None = None, **scaling: Any) -> InferenceFleet:
+    spec: dict[str, Any] = {
+        "model": {"source": "file:///m"},
+        "tiers": [{"accelerator": {"type": "h100"}, **one} for one in tiers],
+    }
+    spec["scaling"] = {**scaling, **({"budget": budget} if budget is not None else {})}
+    meta = {"name": "f", "namespace": "n"}
+    return parse_fleet({"apiVersion": "inferencefleet.io/v1alpha1", "kind": "InferenceFleet", "metadata": meta, "spec": spec})
+
+
+def priced(name: str, price: float, prefill: int = 1, decode: int = 2, **more: Any) -> dict[str, Any]:
+    roles = {"prefill": {"replicas": prefill, "maxReplicas": 4}, "decode": {"replicas": decode, "maxReplicas": 8}}
+    return {"name": name, "cost": {"perGpuHour": price}, **roles, **more}
+
+
+def seen(*names: str, gpus: tuple[int, int] = (1, 1), **more: Any) -> Observed:
+    templates = {name: Template(REVISION, "c", gpus=gpus) for name in names}
+    return Observed(templates=templates, stored={name: {REVISION: one} for name, one in templates.items()}, **more)
+
+
+def sizes(plan: Plan) -> dict[str, tuple[int, int]]:
+    found = {(pool.tier, pool.role): pool.replicas for pool in plan.pools}
+    return {tier: (found[tier, "prefill"], found[tier, "decode"]) for tier, role in found if role == "prefill"}
+
+
+def limited(plan: Plan) -> tuple[str, str]:
+    found = plan.status.condition("CapacityLimited")
+    assert found is not None
+    return found.reason, found.message
+
+
+TIER = fleet({"name": "t", "cost": {"perGpuHour": 2.5}, **BOTH}).spec.tiers[0]
+
+
+@pytest.mark.parametrize("gpus", [(1, 1), (1, 4), (8, 2), (0, 0), (0, 1)])
+@pytest.mark.parametrize("devices", [None, 3, 9])
+def test_money_is_kept_inside_the_ratio_and_no_more_would_be_paid_for(gpus: tuple[int, int], devices: int | None):
+    """Every wish of 4:8, every budget: the role that lags is as far along as the money lets it be."""
+    bounds, price = bounds_of(TIER), Fraction(5, 2)
+    allowed = [pair for pair in product(range(1, 5), range(1, 9)) if bounds.allow(*pair)]
+
+    def cost(pair: tuple[int, int]) -> int:
+        return pair[0] * gpus[0] + pair[1] * gpus[1]
+
+    def lag(pair: tuple[int, int], want: tuple[int, int]) -> Fraction:
+        return min(Fraction(pair[0], want[0]), Fraction(pair[1], want[1]))
+
+    for want, money in product(allowed, [Fraction(n, 2) for n in range(-4, 80, 3)]):
+        left = Purse(devices, money)
+
+        def paid(pair: tuple[int, int], left: Purse = left) -> bool:
+            fits = left.gpus is None or cost(pair) <= max(0, left.gpus)
+            return fits and left.per_hour is not None and cost(pair) * price <= max(Fraction(0), left.per_hour)
+
+        size, words = fit_budget(TIER, want, gpus, left)
+        assert bounds.allow(*size)
+        assert paid(size) or size == (1, 1), (want, left, size)
+        assert bool(words) == (size != want)
+        others = [pair for pair in allowed if pair[0] <= want[0] and pair[1] <= want[1] and paid(pair)]
+        assert all(lag(pair, want) <= lag(size, want) for pair in others), (want, left, size)
+
+
+@given(st.integers(0, 60), st.integers(1, 4), st.integers(1, 8), st.sampled_from([0.1, 0.3, 1.0, 4.0, 98.32]))
+def test_so_much_money_is_so_many_devices(devices: int, prefill: int, decode: int, price: float):
+    """Exactly: 0.1 and 0.2 are 0.3, or a worker that is paid for was not made."""
+    tier = fleet({"name": "t", "cost": {"perGpuHour": price}, **BOTH}).spec.tiers[0]
+    if not bounds_of(tier).allow(prefill, decode):
+        return
+    by_money = fit_budget(tier, (prefill, decode), (1, 2), Purse(None, devices * exact(price)))[0]
+    assert by_money == fit_budget(tier, (prefill, decode), (1, 2), Purse(devices))[0]
+
+
+prices = st.sampled_from((0.0, 0.1, 1.9, 4.0))
+pairs = st.sampled_from([pair for pair in product(range(1, 5), range(1, 9)) if pair[0] <= pair[1] <= 4 * pair[0]])
+
+
+@given(
+    st.lists(st.tuples(prices, pairs), min_size=1, max_size=4), st.floats(0, 60, allow_nan=False), st.none() | st.integers(0, 20),
+    st.sampled_from([(1, 1), (2, 1), (1, 4)]),
+)  # fmt: skip
+def test_all_tiers_together_cost_no_more_than_the_budget_or_their_minima(
+    tiers: list[tuple[float, tuple[int, int]]], per_hour: float, gpus: int | None, each: tuple[int, int]
+):
+    """And what one leaves is the next one's, in the spec's order; made again from what is there nothing changes."""
+    budget = {"perHour": per_hour, **({"gpus": gpus} if gpus is not None else {})}
+    wish = fleet(*(priced(f"t{n}", price, *pair) for n, (price, pair) in enumerate(tiers)), budget=budget, mode="manual")
+    observed = seen(*(tier.name for tier in wish.spec.tiers), gpus=each)
+    plan = reconcile(wish, observed, NOW)
+    total = minima = Fraction(0)
+    for tier, (price, pair) in zip(wish.spec.tiers, tiers, strict=True):
+        size = sizes(plan)[tier.name]
+        assert bounds_of(tier).allow(*size)
+        assert size[0] <= pair[0]
+        assert size[1] <= pair[1]
+        total += (size[0] * each[0] + size[1] * each[1]) * exact(price)
+        minima += least_devices(tier, each) * exact(price)
+    assert total <= max(exact(per_hour), minima)
+    again = reconcile(wish, replace(carry_out(plan, observed), templates=observed.templates), NOW + 1)
+    assert sizes(again) == sizes(plan)
+
+
+@pytest.mark.parametrize(
+    ("budget", "first", "second", "words"),
+    [
+        ({"perHour": 40}, (2, 4), (2, 4), ""),
+        ({"perHour": 30}, (2, 4), (2, 4), ""),
+        ({"perHour": 29.99}, (2, 4), (2, 3), "tier b: {0} cost 6 an hour, scaling.budget.perHour leaves 5.99: 0.01 is missing"),
+        ({"perHour": 20}, (2, 2), (2, 2), "tier a: {0} cost 24 an hour, scaling.budget.perHour leaves 18: 6 is missing"),
+        ({"perHour": 0}, (1, 1), (1, 1), "scaling.budget.perHour leaves 0: 24 is missing"),
+        ({"perHour": 100, "gpus": 10}, (2, 4), (2, 2), "tier b: {0} need 6 devices, scaling.budget.gpus leaves 4"),
+        ({"perHour": 20, "gpus": 4}, (1, 1), (1, 1), "{0} need 6 devices, scaling.budget.gpus leaves 2 and cost 24 an hour, "),
+    ],
+)
+def test_tiers_share_it_in_their_order_and_what_is_missing_is_told(
+    budget: dict[str, Any], first: tuple[int, int], second: tuple[int, int], words: str
+):
+    """Tier a at 4 a device, tier b at 1; the minimum of b is put aside first."""
+    wish = fleet(priced("a", 4.0, 2, 4), priced("b", 1.0, 2, 4), budget=budget, mode="manual")
+    plan = reconcile(wish, seen("a", "b"), NOW)
+    assert sizes(plan) == {"a": first, "b": second}
+    assert limited(plan)[0] == ("BackedOut" if words else "Sufficient")
+    assert words.format("2 prefill and 4 decode workers") in limited(plan)[1]
+
+
+def test_money_that_is_raised_or_a_price_that_falls_gives_back_what_was_asked_for():
+    dear = fleet(priced("t", 4.0, 2, 4), budget={"perHour": 12}, mode="manual")
+    observed = seen("t")
+    plan = reconcile(dear, observed, NOW)
+    assert sizes(plan) == {"t": (1, 2)}
+    there = replace(carry_out(plan, observed), templates=observed.templates)
+    for better in (
+        fleet(priced("t", 4.0, 2, 4), budget={"perHour": 24}, mode="manual"),
+        fleet(priced("t", 2.0, 2, 4), budget={"perHour": 12}, mode="manual"),
+    ):
+        assert sizes(reconcile(better, there, NOW + 1)) == {"t": (2, 4)}
+
+
+def test_a_price_is_no_part_of_a_revision():
+    """A new price restarts nothing, nor does the first one."""
+    found = {revision_of(one, one.spec.tiers[0]) for one in (fleet({"name": "t"}), *(fleet(
+        {"name": "t", "cost": {"perGpuHour": price}}) for price in (0, 1, 4.5)))}  # fmt: skip
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("tiers", "budget", "words"),
+    [
+        (
+            [{"name": "a"}],
+            {"perHour": 5},
+            "spec.tiers: Invalid value: scaling.budget.perHour needs cost.perGpuHour of every tier",
+        ),
+        ([priced("a", 1.0), {"name": "b"}], {"perHour": 5}, "scaling.budget.perHour needs cost.perGpuHour of every tier"),
+        ([priced("a", 1.0)], {}, "spec.scaling.budget: Invalid value: gpus or perHour is needed"),
+        ([priced("a", -1.0)], {"perHour": 5}, "spec.tiers[0].cost.perGpuHour"),
+        ([priced("a", 1.0)], {"perHour": -5}, "spec.scaling.budget.perHour"),
+        ([{"name": "a"}], {"gpus": 5}, ""),
+        ([priced("a", 1.0)], {"perHour": 5}, ""),
+        ([priced("a", 0)], {"perHour": 5, "gpus": 0}, ""),
+    ],
+)
+def test_a_tier_without_a_price_is_refused_where_money_is_limited(
+    tiers: list[dict[str, Any]], budget: dict[str, Any], words: str
+):
+    if not words:
+        fleet(*tiers, budget=budget)
+        return
+    with pytest.raises(ManifestError) as refused:
+        fleet(*tiers, budget=budget)
+    assert words in "; ".join(refused.value.errors)
+
+
+def cost(wish: InferenceFleet, observed: Observed) -> tuple[float | None, list[float | None]]:
+    status = reconcile(wish, observed, NOW).status
+    return status.cost_per_hour, [tier.cost_per_hour for tier in status.tiers]
+
+
+def test_the_status_says_what_the_devices_that_are_held_cost():
+    wish = fleet(priced("a", 4.1), priced("b", 0.1))
+    observed = seen("a", "b", gpus=(2, 1))
+    assert cost(wish, observed) == (0.0, [0.0, 0.0])
+    workers = [pod("p", "prefill", 0, tier="a"), pod("d", "decode", 0, tier="a"), pod("e", "decode", 0, tier="b")]
+    assert cost(wish, replace(observed, pods=tuple(workers))) == (12.4, [12.3, 0.1])
+    waits = pod("w", "prefill", 1, tier="a", node=None, ready=False, phase="Pending")
+    assert cost(wish, replace(observed, pods=(*workers, waits)))[0] == 12.4, "it has no node"
+    goes = pod("g", "decode", 1, tier="a", terminating=True)
+    assert cost(wish, replace(observed, pods=(*workers, goes)))[0] == 16.5, "it has its devices to its end"
+
+
+def test_a_cost_that_is_not_known_in_full_is_none():
+    observed = seen("a", "b", "gone")
+    workers = (pod("p", "prefill", 0, tier="a"), pod("d", "decode", 0, tier="b"))
+    assert cost(fleet({"name": "a"}, {"name": "b"}), replace(observed, pods=workers)) == (None, [None, None])
+    assert cost(fleet(priced("a", 4), {"name": "b"}), replace(observed, pods=workers)) == (None, [4.0, None])
+    left = (*workers, pod("x", "decode", 3, tier="gone"))
+    assert cost(fleet(priced("a", 4), priced("b", 1)), replace(observed, pods=left)) == (None, [4.0, 1.0])
+    cpu = replace(observed, stored={**observed.stored, "gone": {REVISION: Template(REVISION, "c")}}, pods=left)
+    assert cost(fleet(priced("a", 4), priced("b", 1)), cpu)[0] == 5.0, "what has no device costs nothing"
+
+
+def test_workers_of_a_tier_that_left_the_spec_count_at_the_dearest_price():
+    """Theirs is not known any more."""
+    wish = fleet(priced("a", 1.0, 2, 4), priced("b", 4.0), budget={"perHour": 30}, mode="manual")
+    gone = seen("a", "b", "t")
+    old = tuple(pod(f"o{n}", role, n, tier="t", serving=True) for n, role in enumerate(("prefill", "decode", "decode")))
+    templates = {name: gone.templates[name] for name in ("a", "b")}
+    plan = reconcile(wish, replace(gone, templates=templates, pods=old), NOW)
+    assert sizes(plan) == {"a": (2, 4), "b": (1, 2)}
+    tight = wish.model_copy(
+        update={"spec": fleet(priced("a", 1.0, 2, 4), priced("b", 4.0), budget={"perHour": 23}, mode="manual").spec}
+    )
+    assert sizes(reconcile(tight, replace(gone, templates=templates, pods=old), NOW)) == {"a": (1, 2), "b": (1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("money", "words"), [(Fraction(25, 2), "12.5"), (Fraction(6), "6"), (Fraction(1, 3), "0.3333"), (Fraction(0), "0")]
+)
+def test_money_is_said_as_people_write_it(money: Fraction, words: str):
+    assert said(money) == words
