@@ -88,6 +88,15 @@ def test_who_has_no_key_or_another_one_is_told_at_once(tmp_path: Path):
         assert mate.connector.strangers()["answer"] == 1
 
 
+def test_a_proof_that_cannot_be_made_is_a_deadline_and_no_pull_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    mine = written(tmp_path, "mine", KEY)
+    with sides(34, mine, mine) as (owner, reader):
+        with monkeypatch.context() as broken:
+            broken.setattr(reader.connector._handoff, "proving", lambda *_: 1 / 0)
+            assert pulled(owner, reader, "a") == "timeout"
+        assert pulled(owner, reader, "b") == ""
+
+
 def test_whatever_a_stranger_says_it_gets_no_welcome_and_others_do(tmp_path: Path):
     mine = written(tmp_path, "mine", KEY)
     with sides(32, mine, mine) as (owner, reader), zmq.Context() as context, context.socket(zmq.DEALER) as asking:

@@ -78,18 +78,19 @@ class Greeter:
 
         self._peers.call(
             peer, proven, time.monotonic(),
-            lambda answer: self._ended(peer, answer, greetings[-1], done, is_second=is_second),
+            lambda answer: self._ended(peer, answer, greetings, done, is_second=is_second),
         )  # fmt: skip
 
     def _ended(
-        self, peer: Peer, answer: Answer | KvTransferError, greeting: Prove, done: OnAnswer, *, is_second: bool
+        self, peer: Peer, answer: Answer | KvTransferError, greetings: list[Prove], done: OnAnswer, *, is_second: bool
     ) -> None:  # fmt: skip
-        """An owner that began anew in between knows its challenge no more: it gives another one, once."""
+        """An owner that began anew in between knows its challenge no more: it gives another one, once. The last of
+        `greetings` was said; none, where it could not be made: then its deadline came."""
         if isinstance(answer, Refused) and answer.reason == "stale" and not is_second:
             self.greet(peer, done, is_second=True)
         elif isinstance(answer, Refused) and answer.reason in PROOF_REASONS and not self._handoff.is_strict():
             self._plainly(peer, answer, done)
-        elif isinstance(answer, Welcome) and not self._handoff.believes(answer, greeting):
+        elif isinstance(answer, Welcome) and not self._handoff.believes(answer, greetings[-1]):
             done(_unbelieved(answer))
         else:
             done(answer)
