@@ -39,7 +39,7 @@ def test_it_is_made_once_and_never_touched_again(new_lab: Callable[[], Lab]):
     lab = new_lab()
     running(lab)
     settled(lab)
-    made = [str(write) for write in lab.proxy.ledger.writes() if write.kind == "secrets"]
+    made = [str(write) for write in lab.proxy.ledger.writes(carried_out=True) if write.kind == "secrets"]
     assert len(made) == 1, "one write for it"
     first = key_of(lab)
     assert len(bytes.fromhex(first)) == 32
@@ -60,6 +60,26 @@ def test_it_is_made_once_and_never_touched_again(new_lab: Callable[[], Lab]):
     assert [base64.b64decode(one["data"]["key"]).decode() for one in secrets(lab)] == [two], "the user's next key is there"
     removed(lab)
     lab.until("it went with its fleet", lambda: not secrets(lab))
+
+
+def test_one_that_was_deleted_comes_back_though_nothing_is_made(new_lab: Callable[[], Lab]):
+    """With the next look at its fleet; while it is there each such question is refused, and changes nothing."""
+    lab = new_lab()
+    running(lab)
+    settled(lab)
+    first = key_of(lab)
+    (found,) = secrets(lab)
+    mark, pods = lab.proxy.ledger.mark(), {pod["metadata"]["uid"] for pod in lab.pods()}
+    lab.plane.kubectl("delete", f"secret/{found['metadata']['name']}", "-n", lab.namespace)
+    lab.until("another one", lambda: bool(secrets(lab)), 70)
+    assert key_of(lab) != first
+    lab.until(
+        "it was asked for once more", lambda: ("secrets", 409) in [(w.kind, w.status) for w in lab.proxy.ledger.writes(mark)], 70
+    )
+    written = [write.kind for write in lab.proxy.ledger.writes(mark, carried_out=True)]
+    assert written.count("secrets") == 1
+    assert set(written) <= {"secrets", "events", "inferencefleets"}, "one write, and what tells of it"
+    assert {pod["metadata"]["uid"] for pod in lab.pods()} == pods
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -131,10 +131,11 @@ def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> Ti
 def _cost(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Observed) -> float | None:
     """Of all tiers; None: some worker holds devices of which nobody says what they cost."""
     known = {tier.name: exact(tier.cost_per_hour) for tier in tiers if tier.cost_per_hour is not None}
+    if not known:  # most fleets: nothing is looked at for them
+        return None
     others = {pod.tier for pod in observed.pods if pod.node is not None} - known.keys()
     workers = (worker for name in others for worker in workers_of(observed, name))
-    unknown = any(devices_of(worker, observed) for worker in workers)
-    return None if unknown or not known else float(sum(known.values()))
+    return None if any(devices_of(worker, observed) for worker in workers) else float(sum(known.values()))
 
 
 def _rolling(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed, now: float) -> Verdict:
