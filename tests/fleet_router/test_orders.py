@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fleet_router.config import HedgeBounds
@@ -129,6 +129,7 @@ class Legs:
     st.lists(st.sampled_from(PREFILLS), max_size=5), st.lists(st.sampled_from(DECODES), max_size=5), st.sampled_from(ENDS),
     st.floats(0.0, 0.08), st.sampled_from(["replay", "prefill"]), st.integers(1, 3), st.booleans(),
 )  # fmt: skip
+@example([], ["dies", "stalls later"], "reads", 0.0, "replay", 1, False)  # the KV of the rest stayed
 def test_no_leg_is_left_open_and_no_kv_behind(
     prefills: list[str], decodes: list[str], ends: str, after_s: float, resume: Any, workers: int, hedged: bool
 ):
