@@ -82,8 +82,11 @@ class Carrying(Measuring):
         self.begin()
 
     def resumed(self) -> None:
-        """The other worker answers."""
+        """The other worker begins to answer: it has the KV when it says something."""
         self._taken(self._leg_worker)
+
+    def heard_again(self) -> None:
+        """It says something."""
         self._lease = None
 
     def cannot_resume(self, why: str) -> None:

@@ -327,6 +327,7 @@ class ResumedLeg(DecodeLeg):
         """Events."""
         if self._held or self._flow.done:
             return
+        self._flow.heard_again()
         try:
             for payload in self._events.feed(data):
                 if HINT in payload and (found := error_in(b"data: " + payload)) is not None:
