@@ -39,6 +39,8 @@ NOTICE_S = 2.0
 """How long a worker waits so that every router has heard of it (the agent's NOTICE_S)."""
 PROOF_MOST_S = 30.0
 """Beyond its drain: for the switch and its proof."""
+ANEW_TIMES = 2.0
+"""An engine that is started anew for its other role has so many times as long as one is known to take."""
 COLD_START_S = 60.0
 """From creation to ready, as long as no worker of the tier has shown it."""
 COLD_START_MOST_S = 1_800.0
@@ -74,8 +76,9 @@ class Settled:
     """What went wrong, in words."""
 
 
-def settle(pods: Iterable[ObservedPod], reports: Mapping[str, FlipReport], now: float) -> Settled:
-    """Judge every worker on its way by what it reports. `pods` as they are observed."""
+def settle(pods: Iterable[ObservedPod], reports: Mapping[str, FlipReport], now: float, anew_s: float = 0.0) -> Settled:
+    """Judge every worker on its way by what it reports. `pods` as they are observed; `anew_s`: what an engine may take that is
+    started anew, 0 where none is."""
     found, counted = Settled(()), []
     for one in pods:
         pod = on_its_way(one)
@@ -89,7 +92,7 @@ def settle(pods: Iterable[ObservedPod], reports: Mapping[str, FlipReport], now: 
             given = (*found.given_back, FlipWanted(pod.name, pod.uid, None))
             found = replace(found, given_back=given, failure=words)
             pod = replace(one, flipping=None)
-        elif moving and (why := report.problem or _overdue(pod, report, now)):
+        elif moving and (why := report.problem or _overdue(pod, report, now, anew_s)):
             gone = (*found.gone, PodGone(pod.name, pod.uid, f"role flip failed: {why}"))
             found = replace(found, gone=gone, failure=f"{pod.name}: {why}")
             pod = replace(pod, terminating=True)
@@ -99,9 +102,9 @@ def settle(pods: Iterable[ObservedPod], reports: Mapping[str, FlipReport], now: 
     return replace(found, pods=tuple(counted))
 
 
-def _overdue(pod: ObservedPod, report: FlipReport, now: float) -> str:
+def _overdue(pod: ObservedPod, report: FlipReport, now: float, anew_s: float) -> str:
     """Why it is given up, in words; empty while it has time."""
-    allowed_s = NOTICE_S + pod.drain_s + PROOF_MOST_S
+    allowed_s = NOTICE_S + pod.drain_s + anew_s + PROOF_MOST_S
     if now - pod.flip_since <= allowed_s:
         return ""
     says = f"its agent says {report.role} and {report.phase}" if report.role is not None else "its agent does not answer"
@@ -207,9 +210,18 @@ def cold_start_s(pods: Iterable[ObservedPod]) -> float:
     return median([took for took in known if 0 <= took <= COLD_START_MOST_S] or [COLD_START_S])
 
 
-def flip_s(replica: Replica, telemetry: TierTelemetry, most_tokens: int, lease_s: float) -> float:
-    """How long a worker takes to change its role: the notice, and what it runs. `lease_s`: how long an engine that does not
-    count its leases is waited for after a prefill."""
+def anew_most_s(telemetry: TierTelemetry, cold_s: float) -> float:
+    """How long an engine that is started anew may take: a cold start has one in it, so that it is never less than that."""
+    return ANEW_TIMES * max(telemetry.engine_start_s or 0.0, cold_s)
+
+
+def flip_s(replica: Replica, telemetry: TierTelemetry, most_tokens: int, lease_s: float, *, starts_anew: bool = False) -> float:
+    """How long a worker takes to change its role: the notice, what it runs, and its engine where that `starts_anew`, which
+    nobody guesses: unknown is for ever. `lease_s`: how long an engine that does not count its leases is waited for after a
+    prefill."""
+    if starts_anew:
+        start_s = telemetry.engine_start_s if telemetry.engine_start_s is not None else float("inf")
+        return start_s + flip_s(replica, telemetry, most_tokens, lease_s)
     leader = replica.leader
     before = lease_s if replica.role == "prefill" else 0.0
     if leader.busy == 0:

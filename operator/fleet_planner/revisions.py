@@ -15,7 +15,7 @@ from fleet_planner.capacity import QUOTA_WORDS
 from fleet_planner.causes import unready
 from fleet_planner.crashes import crashing
 from fleet_planner.draft import draft_pods, scarce_first
-from fleet_planner.flip import Settled, Terms, cold_start_s, flip_s, other, remember, settle
+from fleet_planner.flip import Settled, Terms, anew_most_s, cold_start_s, flip_s, other, remember, settle
 from fleet_planner.gang import GivenBack, give_back
 from fleet_planner.healing import gone_first, is_healing
 from fleet_planner.ratio import Pair
@@ -80,7 +80,9 @@ def plan_tier(
 ) -> TierPlan:
     """The plan of `tier` with `want` workers of each role. `workers`: all that it has (`gang.workers_of`)."""
     templates = {**observed.stored.get(tier.name, {}), observed.templates[tier.name].revision: observed.templates[tier.name]}
-    settled = settle((pod for pod in observed.pods if pod.tier == tier.name), observed.flips, now)
+    telemetry, mine = observed.telemetry.get(tier.name, TierTelemetry()), [pod for pod in observed.pods if pod.tier == tier.name]
+    anew = any(templates[pod.revision].starts_anew for pod in mine if pod.flipping is not None and pod.revision in templates)
+    settled = settle(mine, observed.flips, now, anew_most_s(telemetry, cold_start_s(mine)) if anew else 0.0)
     pods = settled.pods
     revisions = {*templates, *[pod.revision for pod in pods]}
     if any([worker.leader.flipping is not None for worker in workers]):  # what became of those on their way decides
@@ -93,7 +95,6 @@ def plan_tier(
     groups = {name: group_of(name, found, able, late) for name, found in replicas.items() if found or name in templates}
     refused = _refused(fleet, tier, groups, observed.problems)
     groups |= {name: replace(groups[name], refused=True) for name in refused}
-    telemetry = observed.telemetry.get(tier.name, TierTelemetry())
     wanted = observed.templates[tier.name].revision
     scene = Scene(wanted, groups, telemetry.revisions, want, limits, now, crashing(replicas, now), _unready(replicas, now))
     course = plot_course(fleet.spec.rollout, _before(fleet, tier).rollout, scene)
@@ -101,8 +102,8 @@ def plan_tier(
     failures = [_before(fleet, tier).flip, observed.memory.get(tier.name, ScaleMemory()).flip]
     remembered = remember(failures, settled.failure, now)
     template = templates.get(course.target)
-    free = template is not None and template.flippable and not step.rolling and remembered is None
-    terms = _terms(fleet, tier, limits, telemetry, pods) if free else None
+    free = template if template is not None and template.flippable and not step.rolling and remembered is None else None
+    terms = _terms(fleet, tier, limits, telemetry, pods, free) if free is not None else None
     changing = Changing(settled, remembered, terms)
     memory = observed.memory.get(tier.name, ScaleMemory()).gangs
     cut_short = _cut_short(fleet, tier, groups, observed.problems)
@@ -186,12 +187,19 @@ class Changing:
     """None: no further one may."""
 
 
-def _terms(fleet: InferenceFleet, tier: TierSpec, limits: Limits, telemetry: TierTelemetry, pods: Sequence[ObservedPod]) -> Terms:
+def _terms(
+    fleet: InferenceFleet,
+    tier: TierSpec,
+    limits: Limits,
+    telemetry: TierTelemetry,
+    pods: Sequence[ObservedPod],
+    template: Template,
+) -> Terms:
     spec = fleet.spec
     lease_s = 0.0 if spec.engine.type == "torch" else tier.kv_transfer.lease_duration_s  # torch counts its leases
 
     def warm_s(replica: Replica) -> float:
-        return flip_s(replica, telemetry, spec.limits.max_output_tokens, lease_s)
+        return flip_s(replica, telemetry, spec.limits.max_output_tokens, lease_s, starts_anew=template.starts_anew)
 
     return Terms(limits.low, limits.high, cold_start_s(pods), warm_s)
 

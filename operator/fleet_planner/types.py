@@ -232,8 +232,8 @@ class TierTelemetry:
     prefill: RoleLoad = RoleLoad()
     decode: RoleLoad = RoleLoad()
     kv: KvProof | None = None
-    transport: str | None = None
-    """Transport that the workers report as in use, the slowest of them; None when unknown."""
+    transport: str | None = None  # that the workers report as in use, the slowest of them; None when unknown
+    engine_start_s: float | None = None  # what their engines took to their first token, the median; None when unknown
     transports: tuple[TransportSeen, ...] = ()  # of each worker that reports one
     problem: str | None = None
     """Why nothing is known, when the source itself failed."""
@@ -347,8 +347,8 @@ class Template:
     """Of one prefill and of one decode worker: devices, all of its nodes together, and pods."""
     number: int = 0
     """Place in the history, growing."""
-    flippable: bool = False
-    """A worker of one role can become one of the other in place: the pods are equal apart from the role."""
+    flippable: bool = False  # a worker of one role can become one of the other in place: equal pods apart from the role
+    starts_anew: bool = False  # its engine is started once more for that
 
 
 @dataclass(frozen=True, slots=True)

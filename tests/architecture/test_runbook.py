@@ -28,7 +28,8 @@ COMPUTED = {
 }
 """Codes that are no constants where they are given, and that the functions below find."""
 QUIET = {
-    "fleet_agent_draining", "fleet_agent_flipping", "fleet_agent_member", "fleet_agent_role_epoch",
+    "fleet_agent_draining", "fleet_agent_engine_start_seconds", "fleet_agent_flipping", "fleet_agent_member",
+    "fleet_agent_role_epoch",
     "fleet_agent_seed_blocks", "fleet_agent_seed_bytes", "fleet_agent_seed_seconds", "fleet_agent_transport_info",
     "fleet_operator_build", "fleet_operator_queue_depth",
     "fleet_operator_reconcile_cpu_seconds", "fleet_operator_reconcile_seconds", "fleet_router_arrivals",

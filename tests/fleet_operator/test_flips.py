@@ -17,6 +17,7 @@ from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, POD, ForbiddenEr
 from fleet_operator.flip.asking import Answer, Ask
 from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.flip.proof import ATTEMPTS, Canary, Verdict, prove
+from fleet_planner.types import TierTelemetry
 from fleet_wire.endpoints import ENDPOINTS_KEY
 from tests.fleet_operator.world import NAMESPACE, World, manifest
 from tests.fleet_planner.test_reconcile import pod as observed_pod
@@ -113,14 +114,14 @@ def sized(prefill: int, decode: int) -> dict[str, Any]:
 Scenario = Callable[[World, Workers], Awaitable[None]]
 
 
-def play(scenario: Scenario, does: str = "obeys") -> None:
+def play(scenario: Scenario, does: str = "obeys", **spec: Any) -> None:
     """In a world of one prefill and three decode workers that are ready."""
 
     async def whole() -> None:
         world, workers = World(), Workers(does)
         world.flips = FlipFollower(workers.connect)
         world.operator = world.new_operator()
-        await world.user.apply(manifest(tiers=[sized(1, 3)], scaling={"mode": "manual"}, rollout={"drainTimeout": "5s"}))
+        await resize(world, 1, 3, **spec)
         await world.settle()
         world.now += 600  # what is read of them is old: unknown load, a short drain
         await scenario(world, workers)
@@ -128,8 +129,9 @@ def play(scenario: Scenario, does: str = "obeys") -> None:
     asyncio.run(whole())
 
 
-async def resize(world: World, prefill: int, decode: int) -> None:
-    await world.user.apply(manifest(tiers=[sized(prefill, decode)], scaling={"mode": "manual"}, rollout={"drainTimeout": "5s"}))
+async def resize(world: World, prefill: int, decode: int, **spec: Any) -> None:
+    rollout = {"drainTimeout": "5s"}
+    await world.user.apply(manifest(tiers=[sized(prefill, decode)], scaling={"mode": "manual"}, rollout=rollout, **spec))
 
 
 async def pods(world: World) -> dict[str, dict[str, Any]]:
@@ -205,6 +207,31 @@ def test_a_pair_becomes_a_flip_of_the_same_pod_and_then_nothing_is_written():
         assert await world.touch() == []
 
     play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("engine_s", "flips"),
+    [pytest.param(30.0, True, id="sooner"), pytest.param(58.0, False, id="later"), pytest.param(None, False, id="not-known")],
+)
+def test_a_vllm_worker_flips_when_its_engine_is_known_to_start_sooner_than_a_cold_one_is_there(
+    engine_s: float | None, flips: bool
+):
+    engine = {"type": "vllm"}
+
+    async def scenario(world: World, workers: Workers) -> None:
+        await lead(world)
+        before = await pods(world)
+        world.load = {"t": TierTelemetry(engine_start_s=engine_s)}
+        world.now += 60  # it is read
+        await world.step()
+        await resize(world, 2, 2, engine=engine)
+        await world.step()
+        assert (await flipping(world) is not None) == flips
+        await finish(world)
+        assert ((await pods(world)).keys() == before.keys()) == flips
+        assert await world.workers() == {"prefill": 2, "decode": 2}
+
+    play(scenario, engine=engine)
 
 
 def test_a_worker_flips_again_and_again():

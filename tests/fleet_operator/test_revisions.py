@@ -68,15 +68,23 @@ def test_how_nodes_fetch_restarts_no_pod():
 
 
 @pytest.mark.parametrize(
-    ("spec", "flippable"),
+    ("spec", "how"),
     [
-        pytest.param({}, True, id="equal-pods"),
-        pytest.param({"engine": {"type": "vllm"}}, False, id="vllm"),
+        pytest.param({}, (True, False), id="torch-as-it-runs"),
+        pytest.param({"engine": {"type": "vllm"}}, (True, True), id="vllm-with-its-engine-started-anew"),
     ],
 )
-def test_workers_can_change_their_role_when_only_the_role_differs(spec: dict[str, Any], flippable: bool):
+def test_workers_can_change_their_role_when_only_the_role_differs(spec: dict[str, Any], how: tuple[bool, bool]):
     fleet = parse_fleet(manifest(**spec))
-    assert template_of(fleet, fleet.spec.tiers[0], {}, Platform()).flippable is flippable
+    found = template_of(fleet, fleet.spec.tiers[0], {}, Platform())
+    assert (found.flippable, found.starts_anew) == how
+
+
+def test_vllm_workers_that_were_started_otherwise_cannot():
+    tier = {"name": "t", "accelerator": {"type": "h100-sxm"}, "decode": {"args": ["--max-num-batched-tokens=256"]}}
+    fleet = parse_fleet(manifest(engine={"type": "vllm"}, tiers=[tier]))
+    found = template_of(fleet, fleet.spec.tiers[0], {}, Platform())
+    assert (found.flippable, found.starts_anew) == (False, False)
 
 
 def test_pods_that_differ_in_more_than_the_role_cannot(monkeypatch: pytest.MonkeyPatch):
@@ -100,6 +108,28 @@ def test_whether_workers_can_change_their_role_is_kept_with_the_revision_and_old
         assert [t.flippable for t in observe_revisions([stored])["t"].values()] == [False]
 
     play(scenario)
+
+
+def test_a_vllm_fleet_of_an_operator_that_knew_no_flips_of_it_is_left_as_it_is():
+    """Its pods may have an agent that knows none either."""
+
+    async def scenario(world: World) -> None:
+        (stored,) = await world.store.list(CONTROLLER_REVISION, NAMESPACE)
+        assert stored["data"]["startsAnew"] is True
+        theirs = {name: value for name, value in stored["data"].items() if name != "startsAnew"} | {"flippable": False}
+        before = await pods(world)
+        await world.user.delete(CONTROLLER_REVISION, NAMESPACE, stored["metadata"]["name"])
+        meta = {key: stored["metadata"][key] for key in ("name", "namespace", "labels", "annotations", "ownerReferences")}
+        await world.user.create({**stored, "metadata": meta, "data": theirs})
+        world.operator = world.new_operator()
+        await world.settle()
+        (kept,) = await world.store.list(CONTROLLER_REVISION, NAMESPACE)
+        assert kept["data"] == theirs
+        assert await pods(world) == before, "no pod is restarted"
+        (template,) = observe_revisions([kept])["t"].values()
+        assert (template.flippable, template.starts_anew) == (False, False)
+
+    play(scenario, engine={"type": "vllm"})
 
 
 async def revisions(world: World) -> dict[str, int]:

@@ -277,3 +277,47 @@ def test_a_failure_is_remembered_for_a_while_and_not_moved_by_being_seen_again()
     assert remember([None, first], "", NOW + RETRY_S - 1) == first
     assert remember([None, first], "", NOW + RETRY_S) is None
     assert remember([None, first], "y", NOW + 5) == FlipStatus(failed_at="1970-01-01T00:16:45Z", message="y")
+
+
+# -- engines that are started anew ------------------------------------------------------------------------------------
+def anew(pods: tuple[ObservedPod, ...], engine_s: float | None, **more: Any) -> Observed:
+    """Workers whose engine is started once more for its other role, and takes that long."""
+    known = TierTelemetry(engine_start_s=engine_s)
+    return replace(start(flippable=True, starts_anew=True), pods=pods, telemetry={"t": known}, **more)
+
+
+@pytest.mark.parametrize(
+    ("engine_s", "flips"),
+    [
+        pytest.param(40.0, 1, id="sooner-than-a-cold-start"),
+        pytest.param(57.9, 1, id="just-sooner"),
+        pytest.param(58.0, 0, id="with-the-notice-as-long-as-a-cold-start"),
+        pytest.param(None, 0, id="not-known"),
+    ],
+)
+def test_an_engine_that_is_started_anew_must_be_known_to_be_sooner(engine_s: float | None, flips: int):
+    plan = reconcile(wish(2, 2), anew(workers(1, 3), engine_s), NOW)
+    assert (len(plan.flips), len(plan.create)) == (flips, 1 - flips)
+
+
+@pytest.mark.parametrize(
+    ("engine_s", "late_s"),
+    [
+        pytest.param(40.0, NOTICE_S + 30.0 + 30.0 + 2 * 60.0, id="twice-a-cold-start"),
+        pytest.param(90.0, NOTICE_S + 30.0 + 30.0 + 2 * 90.0, id="twice-an-engine's-start"),
+        pytest.param(None, NOTICE_S + 30.0 + 30.0 + 2 * 60.0, id="an-operator-that-has-read-nothing-yet"),
+    ],
+)
+def test_an_engine_that_is_started_anew_has_its_time(engine_s: float | None, late_s: float):
+    moving = with_one(1, 3, flipping="prefill", flip_since=NOW, drain_s=30.0)
+    observed = anew(moving, engine_s, flips={UID: FlipReport("decode", "FlippingRole")})
+    assert did(reconcile(wish(2, 2), observed, NOW + late_s)) == (0, 0, 0)
+    plan = reconcile(wish(2, 2), observed, NOW + late_s + 1)
+    assert [gone.uid for gone in plan.delete] == [UID]
+    assert "says decode and FlippingRole" in plan.delete[0].reason
+
+
+def test_a_flip_with_a_new_engine_takes_its_start_beside_the_rest():
+    one = Replica((pod("x", "prefill", 0, busy=0.0, drain_s=90.0),))
+    assert flip_s(one, TierTelemetry(engine_start_s=50.0), 100, 30.0, starts_anew=True) == 80.0
+    assert flip_s(one, TierTelemetry(), 100, 30.0, starts_anew=True) == float("inf")

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -33,8 +34,9 @@ RESTARTED_AT: Final = f"{GROUP}/restarted-at"
 SPEC_PARTS: Final = ("model", "engine")
 """Parts of a fleet's spec that a running pod cannot change."""
 SIZING: Final = frozenset({"replicas", "minReplicas", "maxReplicas", "warm"})
-ROLE_FREE_ENGINES: Final = frozenset({"torch"})
-"""Engines that do both roles without a new start; vLLM 0.32 is told its role when it starts."""
+STARTED_ANEW: Final = MappingProxyType({"torch": False, "vllm": True})
+"""Engines whose workers can change their role, and whether the engine is started once more for that: vLLM 0.32 is told its role
+when it starts."""
 KEPT: Final = frozenset({"pods", "compat", "gpus", "nodes"})
 """Every stored template has these; its data cannot be edited (the API server refuses that)."""
 MARKS: Final = frozenset({"labels", "annotations"})
@@ -90,12 +92,14 @@ def template_of(
     number = 1 + max((template.number for template in stored.values()), default=0)
     nodes = tier.nodes_of("prefill"), tier.nodes_of("decode")
     template = Template(revision, compat_of(fleet, tier, platform), gpus=(prefill, decode), nodes=nodes, number=number)
-    return replace(template, flippable=_flippable(fleet, tier, template, platform))
+    if not _flippable(fleet, tier, template, platform):
+        return template
+    return replace(template, flippable=True, starts_anew=STARTED_ANEW[fleet.spec.engine.type])
 
 
 def _flippable(fleet: InferenceFleet, tier: TierSpec, template: Template, platform: Platform) -> bool:
     """The pods of both roles are equal apart from the role, one pod and equal devices each, and the engine can do both."""
-    if fleet.spec.engine.type not in ROLE_FREE_ENGINES or set(template.nodes) != {1} or len(set(template.gpus)) != 1:
+    if fleet.spec.engine.type not in STARTED_ANEW or set(template.nodes) != {1} or len(set(template.gpus)) != 1:
         return False
     prefill, decode = (pod_spec(fleet, tier, role, template, platform) for role in ROLES)
     return _without_role(prefill) == _without_role(decode) and tier.prefill.pod_template == tier.decode.pod_template
@@ -155,6 +159,7 @@ def render_revision(fleet: InferenceFleet, tier: TierSpec, template: Template, p
             "gpus": list(template.gpus),
             "nodes": list(template.nodes),
             "flippable": template.flippable,
+            **({"startsAnew": True} if template.starts_anew else {}),
             "pods": {role: pod_spec(fleet, tier, role, template, platform) for role in ROLES},
             "inputs": revision_inputs(fleet, tier),
             **_fabric_of(tier),
@@ -182,7 +187,7 @@ def observe_revisions(objects: Iterable[Object]) -> dict[str, dict[str, Template
         if at is not None:
             template = Template(
                 at[1], data["compat"], tuple(data["gpus"]), tuple(data["nodes"]), int(obj.get("revision", 0)),
-                data.get("flippable") is True,  # workers of older operators cannot
+                data.get("flippable") is True, data.get("startsAnew") is True,  # workers of older operators cannot
             )  # fmt: skip
             found.setdefault(at[0], {})[at[1]] = template
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from fleet_operator.telemetry.kvwatch import KvWatch, watched
 from fleet_operator.telemetry.meter import COUNT_LIMIT, Counts
@@ -29,6 +30,7 @@ HANDED = "fleet_router_handed_over_total"
 TRANSPORT = "fleet_agent_transport_info"
 GBPS = "fleet_agent_probe_gbps"
 MEMLOCK = "fleet_agent_memlock_bytes"
+STARTED = "fleet_agent_engine_start_seconds"
 PAIR = "fleet_router_pair_failing"
 """Routers: 1 for two workers between which KV fails again and again."""
 MANY_ROUTERS = 3
@@ -39,7 +41,7 @@ HELD = "fleet_router_held"
 ARRIVALS = "fleet_router_arrivals_total"
 METRICS = frozenset(
     {f"{TTFT}_bucket", f"{ITL}_bucket", SENT, REQUESTS, ERRORS, RUNNING, WAITING, TRANSFERS, BLOCKS, BYTES, FAILED, HANDED}
-    | {TRANSPORT, GBPS, MEMLOCK, HELD, ARRIVALS, LATE, LEASES, PAIR, MOVED}
+    | {TRANSPORT, GBPS, MEMLOCK, HELD, ARRIVALS, LATE, LEASES, PAIR, MOVED, STARTED}
 )
 """Every metric that anything here reads."""
 UNWATCHED = KvWatch()
@@ -47,7 +49,7 @@ SLOWEST_FIRST = ("none", "tcp", "rdma", "shm")
 LOAD_LIMIT = 1e6
 """More requests at once than any one engine or router holds: who says so is not believed, and counts as not read."""
 LATENCY_LIMIT_S = 86_400.0
-"""Nobody waits a day for a token."""
+"""Nobody waits a day for a token, nor for an engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ def tier_telemetry(
         revisions=_revisions(tier, routers, earlier),
         transport=next((name for name in SLOWEST_FIRST if name in used), None),
         transports=seen,
+        engine_start_s=_engine_start_s(mine),
         idle={worker.pod: worker.reading.read_at for worker in mine if worker.reading is not None and _is_idle(worker)},
         busy={worker.pod: held for worker in mine if (held := _held(worker)) is not None},
         demand=_demand(routers),
@@ -205,6 +208,12 @@ def _held(worker: WorkerReading) -> float | None:
         return None
     running, waiting = (_load_of(worker.reading, name) for name in (RUNNING, WAITING))
     return None if running is None or waiting is None else running + waiting
+
+
+def _engine_start_s(workers: list[WorkerReading]) -> float | None:
+    """The median of those that say it."""
+    told = [total(worker.reading.samples, STARTED) for worker in workers if worker.reading is not None]
+    return median(known) if (known := [took for took in told if took is not None and 0 < took < LATENCY_LIMIT_S]) else None
 
 
 def _is_idle(worker: WorkerReading) -> bool:

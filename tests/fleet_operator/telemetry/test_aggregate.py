@@ -54,6 +54,24 @@ def test_inflight(workers: list[WorkerReading], routers: list[Reading | None], e
     assert inflight(workers, routers) == expected
 
 
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        pytest.param(("40", "60", "50"), 50.0, id="the-median"),
+        pytest.param(("40", None, "1e9", "-1", "NaN"), 40.0, id="no-word-and-no-time-at-all"),
+        pytest.param((None,), None, id="older-agents"),
+        pytest.param((), None, id="nobody"),
+    ],
+)
+def test_how_long_engines_took_to_start(told: tuple[str | None, ...], expected: float | None):
+    def says(text: str | None) -> WorkerReading:
+        lines = "" if text is None else f"fleet_agent_engine_start_seconds {text}"
+        return WorkerReading("t", "decode", Reading(parse_text(lines), NOW))
+
+    workers = [*map(says, told), WorkerReading("t", "prefill", None)]
+    assert tier_telemetry("t", workers, [], [], NOW).engine_start_s == expected
+
+
 def test_load_is_as_old_as_its_oldest_reading():
     found = tier_telemetry("t", [worker("prefill", 1, at=990.0), worker("prefill", 1, at=999.0)], [router(0, 0)], [None], NOW)
     assert found.prefill.measured_at == 990.0

@@ -297,6 +297,22 @@ def test_it_goes_where_it_is_told(tmp_path: Path):
     keep(tmp_path, scenario, (wish("a"),))
 
 
+def test_an_engine_that_was_started_anew_is_given_everything_again(tmp_path: Path):
+    """vLLM for another role: it had no adapter, and its agent told of those that the one before had."""
+    folder(tmp_path / "root/one", b"one")
+
+    async def scenario(keeper: AdapterKeeper, engine: Engine) -> None:
+        await keeper.first_round()
+        engine.loaded.clear()
+        keeper.engine_anew()
+        assert states(keeper) != {"a": "Loaded"}
+        await keeper.first_round()
+        assert states(keeper) == {"a": "Loaded"}
+        assert (engine.calls, set(engine.loaded)) == (["load a", "load a"], {"a"})
+
+    keep(tmp_path, scenario, (wish("a"),), engine="vllm")
+
+
 def test_one_name_with_two_contents_is_no_wish(tmp_path: Path):
     """Told by an annotation that somebody edited: each took the other's place, copied and loaded anew without end."""
     for name in ("one", "two"):

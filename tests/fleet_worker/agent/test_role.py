@@ -166,7 +166,7 @@ def test_a_fault_of_our_own_fails_the_change_and_it_can_be_asked_for_again(monke
     play(scenario, monkeypatch)
 
 
-def test_a_vllm_worker_keeps_its_role(monkeypatch: pytest.MonkeyPatch):
+def test_a_vllm_worker_over_several_nodes_keeps_its_role(monkeypatch: pytest.MonkeyPatch):
     """Its engine was started as a producer or a consumer of KV: after a change it was called decode, and could read nothing."""
 
     async def scenario(agent: Agent, _: FakeEngine, http: httpx.AsyncClient) -> None:
@@ -175,7 +175,7 @@ def test_a_vllm_worker_keeps_its_role(monkeypatch: pytest.MonkeyPatch):
         assert (refused.status_code, refused.json()["reason"], refused.json()["role"]) == (409, "EngineKeepsRole", "prefill")
         assert agent.ready()
 
-    play(scenario, monkeypatch, engine="vllm")
+    play(scenario, monkeypatch, engine="vllm", nodes=2)
 
 
 @pytest.mark.parametrize(

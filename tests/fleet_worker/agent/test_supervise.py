@@ -185,7 +185,7 @@ def test_lines_of_the_engine_that_were_dropped_are_in_the_agents_metrics():
     async def go() -> list[str]:
         agent = Agent(config, Identity("p", "u", "127.88.0.1"))
         found = [await agent.metrics()]
-        agent._engine = SimpleNamespace(log_dropped=17, ucx=SimpleNamespace(transport=None))
+        agent._running.process = SimpleNamespace(log_dropped=17, ucx=SimpleNamespace(transport=None))
         found.append(await agent.metrics())
         await agent._client.close()
         agent._scratch.cleanup()

@@ -61,6 +61,12 @@ class AdapterKeeper:
         self._failed = {name: failure for name, failure in self._failed.items() if name in names}
         self._wake.set()
 
+    def engine_anew(self) -> None:
+        """Its engine was started once more: what it had is loaded again."""
+        self._held, self._failed, self._unsure = {}, {}, set()
+        self._settled.clear()
+        self._wake.set()
+
     def report(self) -> list[dict[str, str]]:
         """For /state."""
         return report(self._wished, self._held, self._failed, self._busy)

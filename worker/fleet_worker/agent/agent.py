@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import sys
 import tempfile
@@ -22,27 +21,26 @@ from fleet_worker.agent import life as rules
 from fleet_worker.agent.adapters import AdapterKeeper, wished_at_start
 from fleet_worker.agent.admin import AdminServer, build_app, build_server
 from fleet_worker.agent.alone import alone
-from fleet_worker.agent.command import Place, engine_command, events_socket, replay_socket
+from fleet_worker.agent.command import Place, events_socket, replay_socket
 from fleet_worker.agent.engine_client import EngineClient
 from fleet_worker.agent.errors import ConfigError, EngineDiedError, GroupLostError
+from fleet_worker.agent.exposition import Own, exposition
 from fleet_worker.agent.forward import EventForwarder, ReplayForwarder
 from fleet_worker.agent.group import Leader
 from fleet_worker.agent.identity import Identity
 from fleet_worker.agent.life import Life, Load
 from fleet_worker.agent.prepare import prepare_model
 from fleet_worker.agent.role import judge
+from fleet_worker.agent.running import Running
 from fleet_worker.agent.seed import SeedKeeper
-from fleet_worker.agent.supervise import EngineProcess, how_ended, watch_children
+from fleet_worker.agent.supervise import EngineProcess, find_vllm, how_ended
+from fleet_worker.agent.tokenizer import tokenizer_files
 from fleet_worker.config import STEP_TIMEOUT_ENV, STILL_S, AdapterWish, Role, WorkerConfig, step_timeout_s
 
 T = TypeVar("T")
-VLLM_BIN_ENV = "FLEET_VLLM_BIN"
 CHECK_EVERY_S = 0.25
 DRAIN_POLL_S = 0.1
-ENGINE_STOP_S = 10.0
 BIND_WAIT_S = 5.0
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-TOKENIZER_BYTES = 64 * 1024 * 1024
 
 
 class Agent:
@@ -59,7 +57,7 @@ class Agent:
         """Requests that the engine had ended when it last said so."""
         self._open: int | None = None
         """What it had open then."""
-        self._engine: EngineProcess | None = None
+        self._running = Running(config.role)
         self._folder: Path | None = None
         """The model's files, once they are here."""
         self._forwarder: EventForwarder | None = None
@@ -112,7 +110,7 @@ class Agent:
         }  # fmt: skip
 
     def _transport(self) -> str | None:
-        engine = self._engine.ucx.transport if self._engine is not None else None
+        engine = self._running.process.ucx.transport if self._running.process is not None else None
         return fabric.told(self._config.kv.transport, self._fabric, engine)
 
     def _memlock_bytes(self) -> int | None:
@@ -121,46 +119,16 @@ class Agent:
     async def metrics(self) -> str:
         """The engine's exposition, then the agent's own."""
         engine = await self._client.metrics()
-        life = self._life
-        own = [
-            "# TYPE fleet_agent_engine_up gauge",
-            f"fleet_agent_engine_up {int(engine is not None)}",
-            "# TYPE fleet_agent_ready gauge",
-            f"fleet_agent_ready {int(rules.is_ready(life))}",
-            "# TYPE fleet_agent_draining gauge",
-            f"fleet_agent_draining {int(life.phase == 'Draining')}",
-            "# TYPE fleet_agent_flipping gauge",
-            f"fleet_agent_flipping {int(life.phase == 'FlippingRole')}",
-            "# TYPE fleet_agent_role_epoch gauge",
-            f'fleet_agent_role_epoch{{role="{self._config.role}"}} {life.epoch}',
-        ]
-        own += self._seed.exposition()
-        if self._engine is not None:
-            dropped = self._engine.log_dropped
-            own += ["# TYPE fleet_agent_log_dropped_total counter", f"fleet_agent_log_dropped_total {dropped}"]
-        if (transport := self._transport()) is not None:
-            own += ["# TYPE fleet_agent_transport_info gauge", f'fleet_agent_transport_info{{transport="{transport}"}} 1']
-        if self._fabric.gbps is not None:
-            own += ["# TYPE fleet_agent_probe_gbps gauge", f"fleet_agent_probe_gbps {self._fabric.gbps}"]
-        if (memlock := self._memlock_bytes()) is not None:
-            own += ["# TYPE fleet_agent_memlock_bytes gauge", f"fleet_agent_memlock_bytes {memlock}"]
-        return (engine or "").rstrip("\n") + "\n" + "\n".join(own) + "\n"
+        own = Own(
+            self._life, self._config.role, engine is not None, self._running.start_s, self._running.log_dropped,
+            self._transport(), self._fabric.gbps, self._memlock_bytes(),
+        )  # fmt: skip
+        lines = [*exposition(own), *self._seed.exposition()]
+        return (engine or "").rstrip("\n") + "\n" + "\n".join(lines) + "\n"
 
     def tokenizer(self) -> dict[str, str] | None:
-        """Answers /tokenizer: the model's own files, for routers that tokenise; None before the model is here or without one that
-        can be read as text."""
-        if self._folder is None:
-            return None
-        found = {name: self._folder / name for name in TOKENIZER_FILES}
-        try:
-            read = {
-                name: path.read_text("utf-8")
-                for name, path in found.items()
-                if path.is_file() and path.stat().st_size < TOKENIZER_BYTES
-            }
-        except (OSError, UnicodeDecodeError):
-            return None
-        return read if TOKENIZER_FILES[0] in read else None
+        """Answers /tokenizer."""
+        return tokenizer_files(self._folder)
 
     async def drain(self) -> dict[str, object]:
         """Answers /drain: red at once; returns when nothing is left or the time is up. All callers wait for one drain."""
@@ -188,7 +156,7 @@ class Agent:
 
     async def _drain(self) -> dict[str, object]:
         begun = time.monotonic()
-        nothing_came = not rules.is_started(self._life)
+        nothing_came = not rules.is_started(self._life) or not self._holds_any()
         self._life = rules.drain_asked(self._life, begun)
         emptied = nothing_came or await self._emptied(begun)
         if self._group is not None:
@@ -220,7 +188,8 @@ class Agent:
 
     def take_role(self, asked: Role) -> tuple[int, dict[str, object]]:
         """Answers POST /role with a status and what is said; the change itself goes on beside it."""
-        verdict = judge(self._life, self._config.role, self._changing_to, asked, keeps=self._config.engine == "vllm")
+        keeps = self._config.engine == "vllm" and self._config.nodes > 1
+        verdict = judge(self._life, self._config.role, self._changing_to, asked, keeps=keeps)
         if verdict.begin:
             self._changing_to = asked
             self._life = rules.flip_asked(self._life)
@@ -238,21 +207,46 @@ class Agent:
 
     async def _take_role(self, asked: Role) -> None:
         """Empty as for a drain, a first token again, then the new role. To keep its own nothing has to end."""
-        emptied = asked == self._config.role or await self._emptied(time.monotonic())
+        stays = asked == self._config.role
+        emptied = stays or self._running.role is None or await self._emptied(time.monotonic())
         if self._life.phase != "FlippingRole":
             return  # it drains for good
         if not emptied:
             why = f"not empty within {self._config.drain_timeout_s} s" if self.live() else "its engine does not answer"
             self._life = rules.flip_failed(self._life, why)
             return
-        problem = await self._client.first_token(self._config.served_name)
-        if problem is not None:
-            self._life = rules.flip_failed(self._life, f"no first token: {problem}")
+        if self._config.engine == "vllm" and self._running.role != asked:
+            problem = await self._start_anew(asked)
+        else:
+            problem = await self._first_token()
+        if self._life.phase != "FlippingRole":
             return
-        stays = asked == self._config.role
+        if problem is not None:
+            self._life = rules.flip_failed(self._life, problem)
+            return
         self._config = msgspec.structs.replace(self._config, role=asked)
         self._changing_to = None
         self._life = rules.returned(self._life) if stays else rules.flipped(self._life)
+
+    async def _start_anew(self, role: Role) -> str | None:
+        """Its engine once more, for this role. Why it does not serve, in words, or None."""
+        self._life = rules.engine_anew(self._life, time.monotonic())
+        self._note(f"engine starting anew, for {role}")
+        pid = await self._running.begin_anew(msgspec.structs.replace(self._config, role=role))
+        self._life = rules.engine_started(self._life, pid)
+        answers = self._running.answers(self._client.healthy, lambda: self._life.phase == "FlippingRole", rules.ENGINE_START_S)
+        problem = await answers or await self._first_token()
+        if problem is None:
+            self._adapters.engine_anew()
+            await self._adapters.first_round()
+        return problem
+
+    async def _first_token(self) -> str | None:
+        """None: it came. Else why not, in words."""
+        problem = await self._client.first_token(self._config.served_name)
+        if problem is None:
+            self._running.served()
+        return None if problem is None else f"no first token: {problem}"
 
     def take_adapters(self, wished: Sequence[AdapterWish]) -> dict[str, object]:
         """Answers POST /adapters: the whole set that should be there. What comes of it is in /state."""
@@ -278,8 +272,7 @@ class Agent:
             for one in ending:
                 one.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
-            if self._engine is not None:
-                await self._engine.stop(ENGINE_STOP_S)
+            await self._running.stop()
             server.should_exit = True
             await asyncio.gather(serving, return_exceptions=True)
             await self._client.close()
@@ -326,22 +319,32 @@ class Agent:
         master = await self._unless_stopped(self._gathered())
         if master is None:
             return
-        engine = await self._start_engine(self._place(folder, master))
-        stopping = asyncio.create_task(self._stop.wait())
+        await self._start_engine(self._place(folder, master))
+        stopping, losing = asyncio.create_task(self._stop.wait()), asyncio.create_task(self._engine_lost())
         checking = asyncio.gather(self._check_for_ever(), self._keep_adapters())
-        ends: set[asyncio.Future[Any]] = {stopping, engine.exited, *([self._group.lost] if self._group is not None else [])}
+        ends: set[asyncio.Future[Any]] = {stopping, losing, *([self._group.lost] if self._group is not None else [])}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            stopping.cancel()
-            checking.cancel()
-            await asyncio.gather(stopping, checking, return_exceptions=True)
-        if engine.exited.done() and not self._stop.is_set():
+            for task in (stopping, losing, checking):
+                task.cancel()
+            await asyncio.gather(stopping, losing, checking, return_exceptions=True)
+        engine = self._running.process
+        if engine is not None and engine.exited.done() and self._holds_any() and not self._stop.is_set():
             if self._ending is not None and engine.exited.result() == 0:
                 return  # the SIGTERM went to both of us, and the engine was empty first
             raise self._death(engine, engine.exited.result())
         if not self._stop.is_set() and self._group is not None:
             await self._end_without_group(self._group.lost.result())
+
+    async def _engine_lost(self) -> None:
+        """Returns when it ended by itself; whether it was to take another role is for who asked for that."""
+        while not (self._running.ended and self._holds_any()):
+            await self._running.over()
+
+    def _holds_any(self) -> bool:
+        """There is an engine in which requests may be."""
+        return self._running.role is not None and self._life.anew_since is None
 
     async def _prepared(self) -> Path | None:
         """The folder with the model's files; None as soon as the worker is told to stop."""
@@ -394,18 +397,13 @@ class Agent:
             master=master,
         )
 
-    async def _start_engine(self, place: Place) -> EngineProcess:
-        engine = EngineProcess(engine_command(self._config, place))
-        watch_children(asyncio.get_running_loop(), engine.reap)
-        try:
-            if self._config.engine == "vllm" and place.member == 0:
+    async def _start_engine(self, place: Place) -> None:
+        if self._config.engine == "vllm" and place.member == 0:
+            try:
                 await self._forward_events(place)
-            pid = engine.start()
-        except OSError as error:
-            raise ConfigError(f"engine {self._config.engine} cannot be started: {error}") from error
-        self._life = rules.engine_started(self._life, pid)
-        self._engine = engine
-        return engine
+            except OSError as error:
+                raise ConfigError(f"engine vllm cannot be started: {error}") from error
+        self._life = rules.engine_started(self._life, self._running.begin(self._config, place))
 
     async def _forward_events(self, place: Place) -> None:
         """From vLLM's local sockets to the pod's address. OSError when a port of it is taken."""
@@ -438,9 +436,9 @@ class Agent:
     async def _warmed_up(self) -> bool:
         """Ready means that a token came out, not that a port is open."""
         self._note("engine warming up: first token")
-        problem = await self._client.first_token(self._config.served_name)
+        problem = await self._first_token()
         if problem is not None:
-            self._note(f"engine answers, but gave no first token: {problem}")
+            self._note(f"engine answers, but gave {problem}")
             return False
         self._note("loading adapters, taking hot prefixes")
         self._engine_answers.set()
@@ -485,11 +483,3 @@ class Agent:
 
     def _note(self, text: str) -> None:
         self._life = rules.noted(self._life, text)
-
-
-def find_vllm() -> str:
-    """FLEET_VLLM_BIN, else `vllm` on PATH; ConfigError otherwise."""
-    found = os.environ.get(VLLM_BIN_ENV) or shutil.which("vllm")
-    if not found or not Path(found).exists():
-        raise ConfigError(f"engine vllm: no executable at {VLLM_BIN_ENV} and no vllm on PATH")
-    return found

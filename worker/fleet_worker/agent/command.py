@@ -1,7 +1,8 @@
 """How each engine is started: argv and environment as a pure function of the configuration.
 
 vLLM's options are those of 0.32 (NixlConnector, KV lease, KV events); `kv_both` is deprecated there and its hand-off failed in
-the conformance suite, so a prefill worker is a kv_producer and a decode worker a kv_consumer, for good: neither changes its role.
+the conformance suite, so a prefill worker is a kv_producer and a decode worker a kv_consumer, from its process's start on.
+One that changes its role is started anew (`role.py`).
 """
 
 from __future__ import annotations

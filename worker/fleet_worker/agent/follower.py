@@ -67,13 +67,15 @@ class Follower(Agent):
             return
         ends: set[asyncio.Future[Any]] = {asyncio.create_task(self._stop.wait()), self._membership.lost}
         if self._config.engine == "vllm":
-            ends.add((await self._start_engine(self._place(folder, address))).exited)
+            await self._start_engine(self._place(folder, address))
+            ends.add(asyncio.create_task(self._engine_lost()))
         self._life = rules.engine_checked(rules.engine_started(self._life, self._life.engine_pid), True, 0.0)
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if self._stop.is_set():
             return
-        if self._engine is not None and self._engine.exited.done():
-            raise self._death(self._engine, self._engine.exited.result())
+        engine = self._running.process
+        if engine is not None and engine.exited.done():
+            raise self._death(engine, engine.exited.result())
         if self._life.phase == "Draining":  # the leader went first, as it should; the kubelet's SIGTERM follows
             await asyncio.wait({asyncio.create_task(self._stop.wait())}, timeout=self._config.drain_timeout_s)
             return

@@ -13,6 +13,8 @@ Phase = Literal["Preparing", "Warming", "Serving", "FlippingRole", "Draining", "
 
 ENGINE_SILENCE_S = 10.0
 """Seconds of failing engine health checks after which /live turns red: three kubelet probes at the default period."""
+ENGINE_START_S = 1_800.0
+"""An engine that is started for another role has so long to answer, as a new worker's has: large models take half an hour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class Life:
     """Grows with every change of the role."""
     flip_problem: str = ""
     """Why the last change of the role did not come to its end."""
+    anew_since: float | None = None
+    """Since when its engine is stopped and started for another role: meanwhile silence is no fault."""
 
 
 def noted(life: Life, detail: str) -> Life:
@@ -37,8 +41,9 @@ def noted(life: Life, detail: str) -> Life:
 
 
 def engine_started(life: Life, pid: int | None) -> Life:
-    """The engine process exists, but does not answer yet. None: this pod has none. A drain that was asked for before stays."""
-    if life.phase == "Draining":
+    """The engine process exists, but does not answer yet. None: this pod has none. A drain, or another role,
+    that was asked for stays."""
+    if life.phase in ("Draining", "FlippingRole"):
         return replace(life, engine_pid=pid)
     return replace(life, phase="Warming", engine_pid=pid, detail="engine starting")
 
@@ -49,6 +54,8 @@ def engine_checked(life: Life, healthy: bool, now: float) -> Life:
         phase: Phase = "Serving" if life.phase == "Warming" else life.phase
         detail = "" if life.phase == "Warming" else life.detail
         return replace(life, phase=phase, detail=detail, engine_healthy=True, unhealthy_since=None)
+    if life.anew_since is not None and now - life.anew_since < ENGINE_START_S:
+        return replace(life, engine_healthy=False, unhealthy_since=None)
     since = life.unhealthy_since if life.unhealthy_since is not None else now
     return replace(life, engine_healthy=False, unhealthy_since=since)
 
@@ -65,6 +72,11 @@ def flip_asked(life: Life) -> Life:
     return replace(life, phase="FlippingRole", detail="waiting for requests and leases of the old role", flip_problem="")
 
 
+def engine_anew(life: Life, now: float) -> Life:
+    """The worker is empty, and its engine is started once more, for another role."""
+    return replace(life, engine_pid=None, engine_healthy=False, unhealthy_since=None, anew_since=now)
+
+
 def flipped(life: Life) -> Life:
     """It has the other role, and serves; unless it drains by now."""
     return replace(returned(life), epoch=life.epoch + 1) if life.phase == "FlippingRole" else life
@@ -72,12 +84,13 @@ def flipped(life: Life) -> Life:
 
 def returned(life: Life) -> Life:
     """It keeps its role after a change that failed, and serves; unless it drains by now."""
-    return replace(life, phase="Serving", detail="") if life.phase == "FlippingRole" else life
+    return replace(life, phase="Serving", detail="", anew_since=None) if life.phase == "FlippingRole" else life
 
 
 def flip_failed(life: Life, problem: str) -> Life:
-    """It stays as it is, not ready: whoever asked decides. Asking again, for either role, begins anew."""
-    return replace(life, detail=problem, flip_problem=problem)
+    """It stays as it is, not ready: whoever asked decides. Asking again, for either role, begins anew. One whose engine
+    is gone turns /live red, and begins again as its label says."""
+    return replace(life, detail=problem, flip_problem=problem, anew_since=None)
 
 
 def failed(life: Life, detail: str) -> Life:

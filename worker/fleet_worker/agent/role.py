@@ -1,7 +1,8 @@
 """POST /role: a worker is told to take the other role. What is asked, and what the answer is. Pure.
 
-The engines are the same process in both roles, so nothing is restarted: the worker empties itself as for a drain, so that no
-request and no lease of the old role is left, gives a first token again, and is ready in its new role.
+The worker empties itself as for a drain, so that no request and no lease of the old role is left, gives a first token again, and
+is ready in its new role. The torch engine is the same process in both roles. vLLM is a producer or a consumer of KV from its
+start, so its process is started anew, in the same container: node, image and model are there, and nobody is asked for anything.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def parse_role(body: bytes) -> Role:
 
 def judge(life: Life, role: Role, changing_to: Role | None, asked: Role, *, keeps: bool = False) -> Verdict:
     """200: it has the role; 202: it is on its way; 409: not now (NotServing: ask again), or never (Draining, Failed;
-    EngineKeepsRole: `keeps`, of an engine that was started for one role). After a
+    EngineKeepsRole: `keeps`, of a worker whose engine spans nodes). After a
     change that failed either role can be asked for: the other one is tried again, and with its own the worker serves again once a
     first token came."""
     if life.phase in ("Draining", "Failed"):

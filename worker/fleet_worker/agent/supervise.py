@@ -10,18 +10,22 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 from fleet_worker.agent import guard
 from fleet_worker.agent.command import EngineCommand
+from fleet_worker.agent.errors import ConfigError
 from fleet_worker.agent.logpump import STDERR, STDOUT, LogPump
 from fleet_worker.transfer.ucxlog import UcxReport
 
+VLLM_BIN_ENV = "FLEET_VLLM_BIN"
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 TAIL_LINES = 40
@@ -166,6 +170,14 @@ def _dead_child() -> int | None:
     except ChildProcessError:
         return None
     return None if dead is None else dead.si_pid
+
+
+def find_vllm() -> str:
+    """FLEET_VLLM_BIN, else `vllm` on PATH; ConfigError otherwise."""
+    found = os.environ.get(VLLM_BIN_ENV) or shutil.which("vllm")
+    if not found or not Path(found).exists():
+        raise ConfigError(f"engine vllm: no executable at {VLLM_BIN_ENV} and no vllm on PATH")
+    return found
 
 
 def how_ended(code: int) -> str:
