@@ -63,7 +63,8 @@ def test_it_is_made_once_and_never_touched_again(new_lab: Callable[[], Lab]):
 
 
 def test_one_that_was_deleted_comes_back_though_nothing_is_made(new_lab: Callable[[], Lab]):
-    """With the next look at its fleet; while it is there each such question is refused, and changes nothing."""
+    """With the first look of an operator that has just begun (of one that runs within five minutes: `LOOK_S`, with
+    the clock passed in tests/fleet_operator). While it is there such a question is refused, and changes nothing."""
     lab = new_lab()
     running(lab)
     settled(lab)
@@ -71,8 +72,12 @@ def test_one_that_was_deleted_comes_back_though_nothing_is_made(new_lab: Callabl
     (found,) = secrets(lab)
     mark, pods = lab.proxy.ledger.mark(), {pod["metadata"]["uid"] for pod in lab.pods()}
     lab.plane.kubectl("delete", f"secret/{found['metadata']['name']}", "-n", lab.namespace)
+    lab.kill()
+    lab.start()
     lab.until("another one", lambda: bool(secrets(lab)), 70)
     assert key_of(lab) != first
+    lab.kill()
+    lab.start()
     lab.until(
         "it was asked for once more", lambda: ("secrets", 409) in [(w.kind, w.status) for w in lab.proxy.ledger.writes(mark)], 70
     )
