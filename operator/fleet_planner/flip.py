@@ -45,6 +45,9 @@ COLD_START_S = 60.0
 """From creation to ready, as long as no worker of the tier has shown it."""
 COLD_START_MOST_S = 1_800.0
 """What took longer was no cold start: a worker that was ready twice shows its last time only."""
+ANEW_MOST_S = 3_600.0
+"""And this at most, or where nothing is known: the agent gives an engine up before that, and says so (half an hour until it
+answers, ten minutes for a first token, ten for adapters)."""
 RETRY_S = 600.0
 """No flip in a tier for this long after one that failed."""
 
@@ -206,13 +209,22 @@ def _idle_first(replica: Replica) -> tuple[bool, float, int, float, str]:
 # -- times ------------------------------------------------------------------------------------------------------------
 def cold_start_s(pods: Iterable[ObservedPod]) -> float:
     """How long the tier's workers took from creation to ready: the median of those that show it."""
+    known = shown_s(pods)
+    return COLD_START_S if known is None else known
+
+
+def shown_s(pods: Iterable[ObservedPod]) -> float | None:
+    """The same; None: no worker shows it."""
     known = [pod.ready_since - pod.created_at for pod in pods if pod.ready_since and not pod.flipped and not pod.restarts]
-    return median([took for took in known if 0 <= took <= COLD_START_MOST_S] or [COLD_START_S])
+    fit = [took for took in known if 0 <= took <= COLD_START_MOST_S]
+    return median(fit) if fit else None
 
 
-def anew_most_s(telemetry: TierTelemetry, cold_s: float) -> float:
-    """How long an engine that is started anew may take: a cold start has one in it, so that it is never less than that."""
-    return ANEW_TIMES * max(telemetry.engine_start_s or 0.0, cold_s)
+def anew_most_s(telemetry: TierTelemetry, cold_s: float | None) -> float:
+    """How long an engine that is started anew may take: a cold start has one in it, so that it is never less than that. None: no
+    worker shows one."""
+    known = [took for took in (telemetry.engine_start_s, cold_s) if took is not None]
+    return min(ANEW_MOST_S, ANEW_TIMES * max(known)) if known else ANEW_MOST_S
 
 
 def flip_s(replica: Replica, telemetry: TierTelemetry, most_tokens: int, lease_s: float, *, starts_anew: bool = False) -> float:

@@ -15,7 +15,7 @@ from fleet_planner.capacity import QUOTA_WORDS
 from fleet_planner.causes import unready
 from fleet_planner.crashes import crashing
 from fleet_planner.draft import draft_pods, scarce_first
-from fleet_planner.flip import Settled, Terms, anew_most_s, cold_start_s, flip_s, other, remember, settle
+from fleet_planner.flip import Settled, Terms, anew_most_s, cold_start_s, flip_s, other, remember, settle, shown_s
 from fleet_planner.gang import GivenBack, give_back
 from fleet_planner.healing import gone_first, is_healing
 from fleet_planner.ratio import Pair
@@ -82,7 +82,7 @@ def plan_tier(
     templates = {**observed.stored.get(tier.name, {}), observed.templates[tier.name].revision: observed.templates[tier.name]}
     telemetry, mine = observed.telemetry.get(tier.name, TierTelemetry()), [pod for pod in observed.pods if pod.tier == tier.name]
     anew = any(templates[pod.revision].starts_anew for pod in mine if pod.flipping is not None and pod.revision in templates)
-    settled = settle(mine, observed.flips, now, anew_most_s(telemetry, cold_start_s(mine)) if anew else 0.0)
+    settled = settle(mine, observed.flips, now, anew_most_s(telemetry, shown_s(mine)) if anew else 0.0)
     pods = settled.pods
     revisions = {*templates, *[pod.revision for pod in pods]}
     if any([worker.leader.flipping is not None for worker in workers]):  # what became of those on their way decides

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fleet_api.v1alpha1.status import FleetStatus, FlipStatus, TierStatus
-from fleet_planner.flip import COLD_START_S, NOTICE_S, RETRY_S, cold_start_s, flip_s, remember
+from fleet_planner.flip import ANEW_MOST_S, COLD_START_S, NOTICE_S, RETRY_S, cold_start_s, flip_s, remember
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.replicas import Replica
 from fleet_planner.types import FlipReport, FlipWanted, Observed, ObservedPod, Role, RoleLoad, Template, TierTelemetry
@@ -315,6 +315,27 @@ def test_an_engine_that_is_started_anew_has_its_time(engine_s: float | None, lat
     plan = reconcile(wish(2, 2), observed, NOW + late_s + 1)
     assert [gone.uid for gone in plan.delete] == [UID]
     assert "says decode and FlippingRole" in plan.delete[0].reason
+
+
+@pytest.mark.parametrize(
+    ("engine_s", "shown"),
+    [
+        pytest.param(None, {"restarts": 1}, id="an-operator-that-began-anew-beside-workers-that-did"),
+        pytest.param(None, {"flipped": True}, id="nobody-but-flipped-ones"),
+        pytest.param(86_399.0, {}, id="a-worker-that-lies"),
+        pytest.param(ANEW_MOST_S, {}, id="a-large-model"),
+    ],
+)
+def test_an_engine_of_which_nothing_is_known_has_the_time_that_its_agent_gives_it_and_nobody_more(
+    engine_s: float | None, shown: dict[str, Any]
+):
+    """Where no worker showed a start, two minutes were given, and a worker whose engine was on its way was deleted. And whoever
+    said that its own took a day gave two to every one that hung."""
+    moving = tuple(replace(one, **shown) for one in with_one(1, 3, flipping="prefill", flip_since=NOW, drain_s=30.0))
+    observed = anew(moving, engine_s, flips={UID: FlipReport("decode", "FlippingRole")})
+    late_s = NOTICE_S + 30.0 + 30.0 + ANEW_MOST_S
+    assert did(reconcile(wish(2, 2), observed, NOW + late_s)) == (0, 0, 0)
+    assert [gone.uid for gone in reconcile(wish(2, 2), observed, NOW + late_s + 1).delete] == [UID]
 
 
 def test_a_flip_with_a_new_engine_takes_its_start_beside_the_rest():

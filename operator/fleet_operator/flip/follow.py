@@ -1,7 +1,7 @@
 """Follows the workers that change their role: tells them, hears what they say, has their new role proven.
 
 Every look starts from what is observed; nothing that is kept between looks is needed, but a proof that was given is not asked
-again.
+again while the worker says that it serves in that role.
 """
 
 from __future__ import annotations
@@ -50,13 +50,16 @@ class FlipFollower:
     async def _look(
         self, ask: Ask, fleet: InferenceFleet, pod: ObservedPod, pods: Sequence[ObservedPod], live: Live, before: FlipReport
     ) -> FlipReport:
-        if before.refused or before.problem or before.proof:
+        """A proof is of the engine that gave it: a container that began anew meanwhile has the role of its label again."""
+        if before.refused or before.problem:
             return before
         state = state_of(await ask(f"{base(pod, live, 'agent')}/state", within_s=AGENT_S))
         if state is None or pod.flipping is None:
-            return before
+            return replace(before, proof="")
         report = FlipReport(state.role, state.phase, problem=state.flip_problem)
         if state.role == pod.flipping and state.phase == "Serving":
+            if before.proof:
+                return before
             verdict = await self._prove(ask, fleet, pod, pod.flipping, pods, live)
             return replace(report, proof=verdict.proof, problem=verdict.problem[:WORD_MOST])
         if state.role != pod.flipping and state.phase != "FlippingRole" and not pod.serving:

@@ -88,11 +88,20 @@ class Pod:
 
     def greets(self, reply: Reply, host: str = HOST, port: int = PORT) -> tuple[str, list[Message]]:
         """(welcome, or why not; what was said to the owner)."""
-        line, ended = Line(reply), list[Answer | KvTransferError]()
+        line = Line(reply)
+        answer = self._heard(line, host, port)
+        return ("welcome" if isinstance(answer, Welcome) else getattr(answer, "reason", "other")), line.said
+
+    def hears(self, reply: Reply) -> Answer | KvTransferError:
+        """What its greeting ended with."""
+        return self._heard(Line(reply), HOST, PORT)
+
+    def _heard(self, line: Line, host: str, port: int) -> Answer | KvTransferError:
+        ended = list[Answer | KvTransferError]()
         peer = Peer(host, port, None)  # type: ignore[arg-type]
         Greeter(self.settings, POOL, line, self.handoff).greet(peer, ended.append)  # type: ignore[arg-type]
         (answer,) = ended
-        return ("welcome" if isinstance(answer, Welcome) else getattr(answer, "reason", "other")), line.said
+        return answer
 
 
 class Line:
@@ -179,7 +188,7 @@ def test_an_owner_says_nothing_of_itself_before_the_proof(pods: tuple[Pod, Pod],
         answer = owner.told(msgspec.structs.replace(HELLO, version=version, compat="guess"))
         assert COMPAT not in str(answer)
         assert "metadata" not in str(answer)
-    found, _ = Pod(tmp_path, "misfit", KEY, compat="other").greets(owner.reply)
+    found, _ = Pod(tmp_path, "misfit", KEY, compat="other", required=False).greets(owner.reply)
     assert found == "incompatible", "who proves it is told"
 
 

@@ -18,6 +18,9 @@ from fleet_worker.transfer.peers import Answer, OnAnswer, Peer, Peers
 
 UNBELIEVED: Final = "unproven"
 """Reason of a refusal that the reader itself makes of an answer."""
+MOST_SAID: Final = 200
+"""Characters of an owner's own words that are told on; a refusal may have megabytes."""
+MOST_REASON: Final = 64
 PROOF_REASONS: Final = ("proof", "stale", UNBELIEVED)
 """Refusals that say nothing of the reference: another worker may be the right one."""
 
@@ -85,11 +88,15 @@ class Greeter:
         self, peer: Peer, answer: Answer | KvTransferError, greetings: list[Prove], done: OnAnswer, *, is_second: bool
     ) -> None:  # fmt: skip
         """An owner that began anew in between knows its challenge no more: it gives another one, once. The last of
-        `greetings` was said; none, where it could not be made: then its deadline came."""
+        `greetings` was said; none, where it could not be made: then its deadline came. A refusal proves nothing: of a strict
+        reader's client it says nothing, either."""
         if isinstance(answer, Refused) and answer.reason == "stale" and not is_second:
             self.greet(peer, done, is_second=True)
         elif isinstance(answer, Refused) and answer.reason in PROOF_REASONS and not self._handoff.is_strict():
             self._plainly(peer, answer, done)
+        elif isinstance(answer, Refused) and answer.reason not in PROOF_REASONS and self._handoff.is_strict():
+            self._handoff.count_unproven()
+            done(_unbelieved(answer))
         elif isinstance(answer, Welcome) and not self._handoff.believes(answer, greetings[-1]):
             done(_unbelieved(answer))
         else:
@@ -98,13 +105,14 @@ class Greeter:
 
 def _unbelieved(answer: Answer) -> Refused:
     """What a reader makes of an answer without the proof that it asked for."""
-    said = f": {answer.message[:200]}" if isinstance(answer, Refused) and answer.message else ""
+    said = f": {answer.message[:MOST_SAID]}" if isinstance(answer, Refused) and answer.message else ""
     return Refused(call=answer.call, reason=UNBELIEVED, message=f"no proof of the fleet's key in its answer{said}")
 
 
 def refusal_error(peer: Peer, answer: Refused) -> KvError:
     """Why a pull fails: a pairing that cannot be (400), or a proof that is missing (503: another prefill may do)."""
-    if answer.reason == UNBELIEVED:
-        return KvTransferError(UNBELIEVED, f"the prefill worker at {peer.host} is not believed: {answer.message}")
-    kind = KvTransferError if answer.reason in PROOF_REASONS else KvReferenceError
-    return kind(answer.reason, f"the prefill worker refused the pairing: {answer.message}")
+    said, reason = answer.message[: 2 * MOST_SAID], answer.reason[:MOST_REASON]
+    if reason == UNBELIEVED:
+        return KvTransferError(UNBELIEVED, f"the prefill worker at {peer.host} is not believed: {said}")
+    kind = KvTransferError if reason in PROOF_REASONS else KvReferenceError
+    return kind(reason, f"the prefill worker refused the pairing: {said}")

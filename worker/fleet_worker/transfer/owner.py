@@ -36,8 +36,9 @@ from fleet_worker.transfer.peers import Answer
 
 SERVING_WINDOW_S = 1.0
 """After a word from a reader the owner drives UCX at full speed for this long: connections are made, and TCP reads are answered,
-only while it does. While leases are open it goes on at a slower pace, for a reader may have paused in mid-read. NIXL's own
-progress thread is off: it spins on a whole core, busy or not."""
+only while it does. A reader is who was welcomed, or knows this life of ours: a stranger's word a second kept a core busy.
+While leases are open it goes on at a slower pace, for a reader may have paused in mid-read. NIXL's own progress thread is off:
+it spins on a whole core, busy or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,12 @@ class Owner:
 
     def reply(self, asked: Message, now: float) -> Answer:
         """The answer to one question of a reader."""
-        if isinstance(asked, Hello | Prove | Renew):
+        answer = self._answer(asked, now)
+        if isinstance(answer, Welcome) or (isinstance(asked, Renew) and asked.epoch == self.epoch):
             self.serve_until = now + SERVING_WINDOW_S
+        return answer
+
+    def _answer(self, asked: Message, now: float) -> Answer:
         if isinstance(asked, Hello):
             return self._greeted(asked)
         if isinstance(asked, Prove):

@@ -19,7 +19,7 @@ from fleet_worker.transfer.base import FetchResult, KvError, KvPool, KvReference
 from fleet_worker.transfer.descriptors import merge_runs, split_chunks
 from fleet_worker.transfer.digest import HEX_PER_BLOCK
 from fleet_worker.transfer.faults import Faults
-from fleet_worker.transfer.greeting import Greeter, refusal_error
+from fleet_worker.transfer.greeting import MOST_REASON, Greeter, refusal_error
 from fleet_worker.transfer.handoff import Handoff
 from fleet_worker.transfer.holding import Holder, renewal
 from fleet_worker.transfer.owner import SERVING_WINDOW_S, TransferSettings
@@ -360,7 +360,8 @@ class Reader:
         if isinstance(answer, KvTransferError):
             self._end(pull, answer)
         elif isinstance(answer, Refused):
-            self._end(pull, KvTransferError(f"lease-{answer.reason}", f"the lease was not valid after the read: {answer.reason}"))
+            why = answer.reason[:MOST_REASON]
+            self._end(pull, KvTransferError(f"lease-{why}", f"the lease was not valid after the read: {why}"))
         elif not isinstance(answer, Granted):
             words = "was asked whether the lease held, and answered something else"
             self._end(pull, KvTransferError("peer", f"the prefill worker at {pull.reference.remote_host} {words}"))
