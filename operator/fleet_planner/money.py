@@ -55,6 +55,14 @@ class Purse:
             )
         return " and ".join(words)
 
+    def beside(self, devices: int, guess: Money, workers: int, kept: Money) -> Purse:
+        """After devices and workers of tiers that left the spec. Their price is a guess, for which nobody goes who is there: what
+        is `kept`, the cost of those, is paid as far as it was."""
+        rest = self.less(devices, guess, workers)
+        if self.per_hour is None or rest.per_hour is None:
+            return rest
+        return Purse(rest.gpus, max(rest.per_hour, min(self.per_hour, kept)), rest.workers)
+
 
 def purse_of(fleet: InferenceFleet) -> Purse:
     """Of the whole fleet."""

@@ -68,10 +68,12 @@ def plan_orphans(fleet: InferenceFleet, observed: Observed, tiers: Mapping[str, 
     return Orphans(gone, tuple(target for target in targets if target is not None), room_at)
 
 
-def devices_left(observed: Observed, tiers: Collection[str]) -> int:
-    """Of workers that serve on though their tiers left the spec; the budget pays for them, too. `tiers`: those of the spec."""
+def left_over(observed: Observed, tiers: Collection[str]) -> tuple[int, int]:
+    """Devices and number of the workers that serve on though their tiers left the spec; the budget pays for them, too, and
+    routers are told of them. `tiers`: those of the spec."""
     names = sorted({pod.tier for pod in observed.pods}.difference(tiers))
-    return sum(devices_of(worker, observed) for worker in _left(observed, names)[1]) if names else 0
+    serving = _left(observed, names)[1] if names else []
+    return sum(devices_of(worker, observed) for worker in serving), len(serving)
 
 
 def _left(observed: Observed, names: Sequence[str]) -> tuple[list[Replica], list[Replica]]:
@@ -97,12 +99,12 @@ def _replaced(serving: Sequence[Replica], tiers: Mapping[str, TierNow], *, whole
 
 
 def _is_paid(fleet: InferenceFleet, observed: Observed, serving: Sequence[Replica], tiers: Mapping[str, TierNow]) -> bool:
-    """They and the tiers of the spec fit into the budget."""
+    """They and the tiers of the spec fit into the budget, and routers can be told of all."""
     left = purse_of(fleet)
     for name, tier in tiers.items():
-        left = left.less(tier.devices, price_of(fleet.tier(name)))
-    left = left.less(sum(devices_of(worker, observed) for worker in serving), dearest(fleet))
-    return (left.gpus is None or left.gpus >= 0) and (left.per_hour is None or left.per_hour >= 0)
+        left = left.less(tier.devices, price_of(fleet.tier(name)), sum(tier.wanted))
+    left = left.less(sum(devices_of(worker, observed) for worker in serving), dearest(fleet), len(serving))
+    return all(rest is None or rest >= 0 for rest in (left.gpus, left.per_hour, left.workers))
 
 
 def _short_since(observed: Observed, tiers: Mapping[str, TierNow], *, begun: bool, unpaid: bool) -> float | None:

@@ -3,6 +3,8 @@ carried out changes nothing."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from fleet_api.v1alpha1 import InferenceFleet
@@ -15,9 +17,10 @@ from fleet_planner.clock import steady
 from fleet_planner.ending import Ended, Ending, plan_ending
 from fleet_planner.gang import settled, workers_of
 from fleet_planner.healing import UNHURT, Healing, marked, plan_healing
-from fleet_planner.money import Purse, dearest, price_of, purse_of
-from fleet_planner.orphans import TierNow, devices_left, plan_orphans
+from fleet_planner.money import Purse, dearest, devices_of, price_of, purse_of
+from fleet_planner.orphans import TierNow, left_over, plan_orphans
 from fleet_planner.prefetch import Prefetch, held_back, plan_prefetch, reached, repairs
+from fleet_planner.replicas import Replica
 from fleet_planner.revisions import TierPlan, plan_tier
 from fleet_planner.rollout import devices
 from fleet_planner.scale import ScaleDecision
@@ -158,12 +161,14 @@ def _plan_tiers(
 ) -> dict[str, _Planned]:
     """By name. Out of the budget the minimum of every tier is paid first, then what else they want, in the spec's order."""
     found: dict[str, _Planned] = {}
-    left = purse_of(fleet)
+    left, there = purse_of(fleet), _workers_there(fleet, observed)
     later = {
-        tier.name: (least_devices(tier, observed.templates[tier.name].gpus), price_of(tier), least_workers(tier))
+        tier.name: (
+            least_devices(tier, observed.templates[tier.name].gpus), price_of(tier), max(least_workers(tier), there[tier.name])
+        )
         for tier in fleet.spec.tiers
         if tier.name not in rest.asleep
-    }
+    }  # fmt: skip
     for tier in fleet.spec.tiers:
         later.pop(tier.name, None)
         mine = left
@@ -173,6 +178,13 @@ def _plan_tiers(
         found[tier.name] = one = _plan_tier(fleet, tier, observed, sizes[tier.name], prefetch, rest, heals, mine, now)
         left = left.less(one.devices, price_of(tier), one.workers)
     return found
+
+
+def _workers_there(fleet: InferenceFleet, observed: Observed) -> Counter[str]:
+    """By tier: of whom routers are told, and who stays for their document's sake. Not counted where there is one tier."""
+    if len(fleet.spec.tiers) == 1:
+        return Counter()
+    return Counter([pod.tier for pod in observed.pods if pod.member == 0 and not pod.terminating])
 
 
 def _plan_tier(
@@ -192,8 +204,7 @@ def _plan_tier(
         wished = decision = ScaleDecision(*NOTHING, rest.reason, ScaleMemory())
     else:
         wished = size_tier(fleet, tier, observed, workers, now)
-        free = left.less(devices_left(observed, {each.name for each in fleet.spec.tiers}), dearest(fleet))
-        decision = fit(fleet, tier, wished, observed, workers, free, now)
+        decision = fit(fleet, tier, wished, observed, workers, _free(fleet, tier, observed, workers, left), now)
         if before == NOTHING:
             decision = replace(decision, reason=f"woken: {rest.reason or 'scaling.toZero is off'}")
     size = decision.prefill, decision.decode
@@ -215,6 +226,15 @@ def _plan_tier(
     return _Planned(
         plan, view, memory, devices(size, gpus), sum(size), asked, devices(asked, gpus), wish, wished.disputed or wish
     )
+
+
+def _free(fleet: InferenceFleet, tier: TierSpec, observed: Observed, workers: Sequence[Replica], left: Purse) -> Purse:
+    """What of `left` is not taken by workers whose tiers left the spec."""
+    gone, number = left_over(observed, {each.name for each in fleet.spec.tiers})
+    if not number:
+        return left
+    kept = sum(devices_of(worker, observed) for worker in workers if worker.alive) * price_of(tier)
+    return left.beside(gone, dearest(fleet), number, kept)
 
 
 def _targets(fleet: InferenceFleet, planned: dict[str, _Planned], observed: Observed) -> tuple[PoolWanted, ...]:

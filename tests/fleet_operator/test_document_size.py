@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -20,7 +21,7 @@ from fleet_planner.document import MOST_BYTES, worker_bytes, workers_most
 from fleet_planner.money import Purse
 from fleet_planner.ratio import bounds_of
 from fleet_planner.reconcile import reconcile
-from fleet_planner.types import Target
+from fleet_planner.types import ROLES, Observed, Target
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 from tests.fleet_planner.test_reconcile import NOW, carry_out, pod, start
 from tests.fleet_planner.test_reconcile import fleet as planned
@@ -195,3 +196,59 @@ def test_whom_routers_know_goes_only_when_they_can_be_told(monkeypatch: pytest.M
         assert await world.workers() == {"prefill": 1, "decode": 1}
 
     play(scenario, scaling={"mode": "manual"})
+
+
+def two_tiers(*sizes: tuple[str, int, int]) -> Any:
+    tiers = [
+        {"name": name, "accelerator": {"type": "cpu"}, "prefill": {"replicas": prefill}, "decode": {"replicas": decode}}
+        for name, prefill, decode in sizes
+    ]
+    return parse_fleet(manifest(tiers=tiers, scaling={"mode": "manual"}))
+
+
+def passes(fleet: Any, observed: Observed, count: int, now: float = NOW) -> tuple[Observed, int]:
+    """The cluster after so many of them, all carried out; and how many workers of the fleet there were at most."""
+    template, most = start().templates["t"], 0
+    for _ in range(count):
+        observed = replace(observed, templates={tier.name: template for tier in fleet.spec.tiers})
+        plan = reconcile(fleet, observed, now)
+        after, known = carry_out(plan, observed), {one.name for one in observed.pods}
+        made = {w.name: pod(w.name, w.role, w.ordinal, tier=w.tier) for w in plan.create}
+        pods = tuple(one if one.name in known else made[one.name] for one in after.pods)
+        observed, most, now = replace(after, pods=pods), max(most, len(pods)), now + 60
+    return observed, most
+
+
+def scaled(observed: Observed, tier: str, *size: int) -> Observed:
+    """Somebody scaled its pools."""
+    to = dict(zip(ROLES, size, strict=True))
+    pools = (replace(pool, replicas=to[pool.role]) if pool.tier == tier else pool for pool in observed.pools)
+    return replace(observed, pools=tuple(pools))
+
+
+def workers(observed: Observed) -> dict[str, int]:
+    return dict(Counter(one.tier for one in observed.pods))
+
+
+def test_a_tier_grows_no_further_than_the_room_beside_what_the_tiers_behind_it_have(monkeypatch: pytest.MonkeyPatch):
+    """They keep what is there, so that both together had no room: nobody new was told to routers."""
+    fleet = two_tiers(("a", 2, 4), ("b", 4, 8))
+    monkeypatch.setattr(document, "GROWTH_BYTES", 18 * worker_bytes(fleet))
+    there, most = passes(fleet, start(), 3)
+    assert (workers(there), most) == ({"a": 6, "b": 12}, 18)
+    there, most = passes(fleet, scaled(there, "a", 4, 8), 6)
+    assert (workers(there), most) == ({"a": 6, "b": 12}, 18)
+    there, most = passes(fleet, scaled(there, "b", 2, 4), 6)
+    assert (workers(there), most) == ({"a": 12, "b": 6}, 18)
+
+
+def test_a_tier_that_was_renamed_is_replaced_step_by_step_in_the_room_that_there_is(monkeypatch: pytest.MonkeyPatch):
+    """It was made anew as a whole beside the old one, and routers could be told of nobody: neither served on, nor went."""
+    old, new = two_tiers(("a", 4, 8)), two_tiers(("b", 4, 8))
+    monkeypatch.setattr(document, "GROWTH_BYTES", 16 * worker_bytes(old))
+    there, _ = passes(old, start(), 3)
+    assert workers(there) == {"a": 12}
+    for n in range(1, 40):
+        there, most = passes(new, there, 1, NOW + 600 * n)
+        assert 12 <= sum(workers(there).values()) <= most <= 16
+    assert workers(there) == {"b": 12}

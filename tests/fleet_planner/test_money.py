@@ -244,3 +244,29 @@ def test_workers_of_a_tier_that_left_the_spec_count_at_the_dearest_price():
 )
 def test_money_is_said_as_people_write_it(money: Fraction, words: str):
     assert said(money) == words
+
+
+def larger(name: str, price: float, prefill: int, decode: int) -> dict[str, Any]:
+    roles = {"prefill": {"replicas": prefill, "maxReplicas": 50}, "decode": {"replicas": decode, "maxReplicas": 100}}
+    return {"name": name, "cost": {"perGpuHour": price}, **roles}
+
+
+@pytest.mark.parametrize("renamed", [False, True], ids=["taken out", "renamed"])
+def test_a_guessed_price_of_a_tier_that_left_the_spec_takes_nobody_away_who_is_there(renamed: bool):
+    """Of 170 the dear tier cost 120 and the cheap one 40: that one's devices at the dear one's price were 400, for which 10 of
+    the 12 workers went that the edit was not about."""
+    dear, cheap = larger("dear", 10.0, 4, 8), larger("cheap", 1.0, 10, 30)
+    wish = fleet(dear, cheap, budget={"perHour": 170}, mode="manual")
+    observed = seen("dear", "cheap")
+    plan = reconcile(wish, observed, NOW)
+    made = tuple(pod(w.name, w.role, w.ordinal, tier=w.tier, serving=True, told=True) for w in plan.create)
+    there = replace(carry_out(plan, observed), pods=made)
+    rest = [larger("other", 1.0, 10, 30)] if renamed else []
+    wish = fleet(dear, *rest, budget={"perHour": 170}, mode="manual")
+    plan = reconcile(wish, replace(there, templates=dict.fromkeys([tier.name for tier in wish.spec.tiers], TEMPLATE)), NOW + 1)
+    assert sizes(plan)["dear"] == (4, 8)
+    going = {gone.name for gone in plan.delete}
+    assert not [one.name for one in made if one.tier == "dear" and one.name in going]
+
+
+TEMPLATE = Template(REVISION, "c", gpus=(1, 1))
