@@ -122,7 +122,9 @@ def test_inputs_of_a_tier_without_a_model_are_those_of_earlier_operators():
         "model": HUB, "servedName": "f", "drainTimeout": "", "maxOutputTokens": 4096, "restartedAt": "",
         "tier": {"name": "small", "accelerator": {"type": "cpu"}, "prefill": {}, "decode": {}},
     }  # fmt: skip
-    assert templates(found)[0] == ("1b2fd340", "fbeb446d44cbee0b"), "another hash would restart every worker"
+    ((revision, compat),) = templates(found)[:1]
+    assert revision == "1b2fd340", "another hash would restart every worker"
+    assert compat == "e364703860e51c27", "of new templates: those that are stored keep their own, and pair with their own kind"
 
 
 def test_nodes_fetch_the_model_of_every_tier():

@@ -21,7 +21,7 @@ from tests.fleet_operator.world import NAMESPACE, World, manifest
 
 WORKER = {
     of.RUNNING: 1.0, of.WAITING: 0.0, of.LEASES: 0.0, of.FAILED: 0.0, of.LATE: 0.0, of.BYTES: 900.0, of.TRANSFERS: 9.0,
-    of.BLOCKS: 9.0, of.TRANSPORT + '{transport="tcp"}': 1.0, of.GBPS: 10.0, of.MEMLOCK: 1e9,
+    of.BLOCKS: 9.0, of.TRANSPORT + '{transport="tcp"}': 1.0, of.GBPS: 10.0, of.MEMLOCK: 1e9, of.STARTED: 30.0,
 }  # fmt: skip
 OF_REVISION = '{tier="t",revision="REVISION"}'
 ROUTER = {

@@ -81,7 +81,7 @@ def test_who_has_no_key_or_another_one_is_told_at_once(tmp_path: Path):
         begun = time.monotonic()
         assert pulled(owner, bare, "a") == pulled(owner, stranger, "b") == "proof"
         assert (pulled(bare, mate, "c"), pulled(stranger, mate, "d")) == ("unproven", "proof")
-        assert time.monotonic() - begun < 1.0, "no deadline ran out"
+        assert time.monotonic() - begun < 4.0, "no deadline of 5 s ran out"
         assert pulled(owner, mate, "e") == ""
         counts = owner.connector.strangers()
         assert (counts["missing"], counts["wrong"]) == (1, 1)
@@ -125,6 +125,8 @@ def test_a_key_that_comes_is_changed_and_is_taken_away_loses_no_pull(tmp_path: P
     files = [tmp_path / name for name in "abc"]
     with sides(33, *files) as pods:
         number = 0
+        # of a worker that finds a key at its first look nobody waits for others to have it
+        assert wait(lambda: all(pod.connector._handoff._keys._looked_at > float("-inf") for pod in pods))
 
         def everybody(anew: bool) -> None:
             nonlocal number
