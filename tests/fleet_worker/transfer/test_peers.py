@@ -248,6 +248,8 @@ def test_an_owner_drives_while_a_lease_is_open_or_a_reader_spoke():
     owner = Owner(SETTINGS, POOL, "engine", b"", KEYLESS)
     assert owner.drives_until(100.0) <= 100.0
     owner.reply(Hello(call=1, version=1, compat="x", block_bytes=1, block_tokens=1), 100.0)
+    assert owner.drives_until(100.5) <= 100.5, "it was refused"
+    owner.reply(Hello(call=1, version=1, compat="same", block_bytes=4096, block_tokens=16), 100.0)
     assert owner.drives_until(100.5) == 101.0
     assert owner.drives_until(102.0) < 102.0
     given = owner.grant("r", [3], 16)
