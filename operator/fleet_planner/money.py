@@ -19,6 +19,7 @@ from fleet_planner.types import ROLES, Observed
 
 Money = Fraction
 FREE = Fraction(0)
+LITTLE = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,9 @@ def exact(number: float) -> Money:
 
 
 def said(money: Money) -> str:
-    """With what a price may have behind the point, and no more: 12.5."""
-    return f"{float(money):.4f}".rstrip("0").rstrip(".")
+    """With what a price may have behind the point, and no more: 12.5. In a currency of which little is much: 3.1e-05."""
+    number = float(money)
+    return f"{number:.3g}" if 0 < number < LITTLE else f"{number:.4f}".rstrip("0").rstrip(".")
 
 
 def price_of(tier: TierSpec) -> Money:

@@ -7,6 +7,8 @@ tried with. So the loop runs those patterns alone that are in use and known; eve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any, Final
 
 import msgspec
@@ -36,26 +38,36 @@ PLAIN: Final = frozenset({
 MODELS: Final = frozenset({"BPE", "Unigram", "WordLevel"})
 """WordPiece tries every end of a word, and its file says how long a word may be."""
 GROWS_MOST: Final = 8
-"""A character may become so many."""
+"""A character may become so many, by all steps together."""
 
 
 def is_linear(tokenizer: Any) -> bool:
     """Of a `tokenizers.Tokenizer`."""
     steps = [one for one in (tokenizer.normalizer, tokenizer.pre_tokenizer) if one is not None]
-    return type(tokenizer.model).__name__ in MODELS and all(_is_known(msgspec.json.decode(one.__getstate__())) for one in steps)
+    found = [msgspec.json.decode(one.__getstate__()) for one in steps]
+    known = type(tokenizer.model).__name__ in MODELS and all(map(_is_known, found))
+    return known and prod(map(_grows_by, found)) <= GROWS_MOST
+
+
+def _parts(step: dict[str, Any]) -> Sequence[dict[str, Any]]:
+    return step.get("normalizers") or step.get("pretokenizers") or ()
 
 
 def _is_known(step: dict[str, Any]) -> bool:
     kind = step.get("type")
     if kind == "Sequence":
-        return all(_is_known(one) for one in step.get("normalizers") or step.get("pretokenizers") or ())
-    if kind == "Split":
+        return all(map(_is_known, _parts(step)))
+    if kind in ("Split", "Replace"):
         return _is_known_pattern(step.get("pattern"))
-    if kind == "Replace":
-        return _is_known_pattern(step.get("pattern")) and len(str(step.get("content"))) <= GROWS_MOST
-    if kind == "Prepend":
-        return len(str(step.get("prepend"))) <= GROWS_MOST
-    return kind in PLAIN
+    return kind == "Prepend" or kind in PLAIN
+
+
+def _grows_by(step: dict[str, Any]) -> int:
+    """What is put before a text, or in place of a character, may be put there again by the next step."""
+    kind = step.get("type")
+    if kind == "Sequence":
+        return prod(map(_grows_by, _parts(step)))
+    return max(1, len(str(step.get("content" if kind == "Replace" else "prepend", ""))))
 
 
 def _is_known_pattern(pattern: Any) -> bool:

@@ -268,7 +268,6 @@ class Router:
             for port in self._ports:
                 await port.close()
             self._context.holding.stop()
-            self._context.overtaken.stop(self._clock())
             self._prewarm.stop()
             await asyncio.gather(
                 self._drain(), *([self._picker.stop(self._settings.drain_s)] if self._picker is not None else [])
@@ -482,6 +481,7 @@ class Router:
                 connection.cut()
             except Exception as error:
                 self._desk.faults.end(error, connection.fail, connection.request_id)
+        self._context.overtaken.stop(self._clock())  # streams that were waited for may have left some
         await asyncio.sleep(DRAIN_STEP_S)  # what was just written goes out
 
     def drain_step(self, since: float) -> None:

@@ -240,7 +240,15 @@ def test_workers_of_a_tier_that_left_the_spec_count_at_the_dearest_price():
 
 
 @pytest.mark.parametrize(
-    ("money", "words"), [(Fraction(25, 2), "12.5"), (Fraction(6), "6"), (Fraction(1, 3), "0.3333"), (Fraction(0), "0")]
+    ("money", "words"),
+    [
+        (Fraction(25, 2), "12.5"),
+        (Fraction(6), "6"),
+        (Fraction(1, 3), "0.3333"),
+        (Fraction(0), "0"),
+        (Fraction("0.00031"), "0.00031"),
+        (Fraction("0.000031"), "3.1e-05"),
+    ],
 )
 def test_money_is_said_as_people_write_it(money: Fraction, words: str):
     assert said(money) == words

@@ -76,6 +76,13 @@ def test_what_models_in_use_have_is_known_to_be_quick(folder: Path, change: Chan
         pytest.param(pattern(r"q(?=q*z)|."), id="looks ahead"),
         pytest.param(normalizer(type="Replace", pattern={"Regex": "q*q*b"}, content="x"), id="a pattern in the normalizer"),
         pytest.param(normalizer(type="Replace", pattern={"String": "q"}, content="x" * 1000), id="a text that grows"),
+        pytest.param(
+            normalizer(
+                type="Sequence",
+                normalizers=[{"type": "Replace", "pattern": {"String": "q"}, "content": "q" * 8} for _ in range(5)],
+            ),
+            id="one that grows a little five times: by 32,768",
+        ),
         pytest.param(normalizer(type="Prepend", prepend="x" * 1000), id="a long beginning"),
         pytest.param(
             normalizer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -176,6 +177,20 @@ def test_what_runs_on_at_a_worker_that_leaves_ends():
         assert (worker.own, worker.pending, one.events["swallowed"]) == (0, 0, 0)
 
     run(go, prefill=3, config=HEDGED)
+
+
+def test_what_is_overtaken_while_a_router_drains_is_ended_with_it():
+    """A drain takes minutes: legs that ran on were ended when it began, those of its own streams never, and their KV stayed."""
+
+    async def test(one: Swallowing) -> None:
+        router = one.rig.router
+        router._settings = replace(router._settings, drain_s=0.0)
+        await one.lose(1)
+        await router._drain()
+        assert (one.worker.own, len(one.fake.released)) == (0, LOST_MOST)
+        await until(lambda: one.left == LOST_MOST)
+
+    with_swallowing(test)
 
 
 def test_a_client_that_does_not_read_keeps_no_leg_from_being_read():
