@@ -170,8 +170,8 @@ class Applier:
     async def _key(self, work: _Pass) -> None:
         """The Secret that the fleet's pods share, where it is time to ask for it."""
         memory, now = work.settled.key, self._now()
-        wanted = self._platform.makes_keys and work.plan.ended is None and is_due(work.fleet, memory, now)
-        if wanted and await self._true(work, sizes=False):
+        due = is_due(work.fleet, memory.looked(now), now, makes_pods=bool(work.plan.create))
+        if due and self._platform.makes_keys and work.plan.ended is None and await self._true(work, sizes=False):
             await make_key(self._cluster, work.fleet, work.raw, memory, work.outcome, now)
 
     async def _targets(self, work: _Pass, *, sized: bool) -> None:

@@ -11,6 +11,7 @@ import base64
 import secrets
 from dataclasses import dataclass
 from typing import Final
+from zlib import crc32
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import (
@@ -27,7 +28,7 @@ from fleet_operator.names import labels, owner_reference
 from fleet_operator.outcome import Outcome
 from fleet_operator.render.peerkey import KEY, peer_key_name
 from fleet_planner.events import Deed
-from fleet_planner.peerkey import needs_key
+from fleet_planner.peerkey import gossips, needs_key
 from fleet_planner.types import Problem
 
 KEY_BYTES: Final = 32
@@ -52,6 +53,8 @@ class KeyMemory:
     """Of one fleet; all of it may be lost."""
 
     asked_at: float = NEVER
+    begun_at: float = NEVER
+    """First look of this operator."""
     refusals: int = 0
     """In a row: we may not make it, and the status says so."""
     is_open: bool = False
@@ -59,13 +62,22 @@ class KeyMemory:
     fleets: int = 1
     """How many the operator knows, and may ask about."""
 
+    def looked(self, now: float) -> KeyMemory:
+        """The fleet is looked at."""
+        self.begun_at = now if self.begun_at == NEVER else self.begun_at
+        return self
 
-def is_due(fleet: InferenceFleet, memory: KeyMemory, now: float) -> bool:
-    """Its pods need the key, whatever engine they have, and whether it is there is not known any more."""
+
+def is_due(fleet: InferenceFleet, memory: KeyMemory, now: float, *, makes_pods: bool) -> bool:
+    """Its pods need the key, whatever engine they have, and whether it is there is not known any more. An operator that has just
+    begun asks at once where pods are made or routers may wait for it; of fleets at rest each has its turn."""
     if fleet.spec.peer_key is not None or not needs_key(fleet):
         return False
     if memory.is_open:
         return True
+    if memory.asked_at == NEVER and not (makes_pods or gossips(fleet) or is_without(fleet, memory)):
+        share = crc32(fleet.metadata.uid.encode()) / 2**32
+        return now - memory.begun_at >= share * EACH_S * (memory.fleets - 1)
     refused_s = min(AGAIN_S, REFUSED_AGAIN_S * 2 ** (memory.refusals - 1)) if memory.refusals else 0.0
     return abs(now - memory.asked_at) >= max(refused_s or LOOK_S, EACH_S * memory.fleets)
 

@@ -413,3 +413,23 @@ def test_workers_of_another_secret_are_another_compatibility():
     assert len({compat(), compat(**GIVEN), compat(**other)}) == 3
     assert compat(**NO_SEED) == compat()
     assert compat(**VLLM) == compat(**VLLM, **GIVEN)
+
+
+def test_a_new_operator_asks_of_fleets_at_rest_one_after_the_other():
+    """A thousand of them asked at once: an operator that came back had as many requests more before it was at rest."""
+    count = 40
+
+    async def go(world: World) -> None:
+        for number in range(count):
+            await world.user.apply(manifest(f"f{number}", scaling={"mode": "manual"}))
+        await world.settle()
+        world.operator = world.new_operator()
+        world.api.looks.clear()
+        await world.settle()
+        assert asked(world) == []
+        for _ in range(4):
+            world.now += EACH_S * count / 4
+            await world.touch()
+        assert asked(world) == [("create", "Secret")] * count
+
+    in_an_empty_world(go)
