@@ -8,6 +8,7 @@ import json
 import os
 import random
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from e2e.test_churn import say
 from e2e.test_flip import told, uids
 from e2e.test_vllm import local
 from e2e.traffic import FIRST_PLAIN_TOKEN, VOCABULARY, Ledger, Request, send
-from fleet_cli.up.bundled import tiny_model
+from fleet_cli.up.bundled import cache_folder, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 ANEW = Path(__file__).parent / "anew"
@@ -43,6 +44,13 @@ PAUSE_S = 0.5
 """Between two requests: two cores have three vLLMs already."""
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2_700)]
+
+
+@pytest.fixture
+def liar() -> Iterator[Path]:
+    """A file that is not there yet; not below /tmp, which is each pod's own."""
+    with tempfile.TemporaryDirectory(prefix="liar-", dir=cache_folder()) as folder:
+        yield Path(folder) / "liar"
 
 
 def wish(namespace: str, liar: Path) -> dict[str, Any]:
@@ -121,9 +129,9 @@ def prompts(seed: int) -> list[Request]:
     return [Request(n, tuple(dice.choices(some, k=PROMPT_TOKENS)), OUTPUT_TOKENS) for n in range(seed, seed + REQUESTS)]
 
 
-def test_a_worker_flips_under_load_and_one_that_reads_no_kv_is_found_out(fleet: Fleet, tmp_path: Path):
+def test_a_worker_flips_under_load_and_one_that_reads_no_kv_is_found_out(fleet: Fleet, liar: Path):
     subprocess.run([str(ROOT / "e2e/vllm/get-vllm")], check=True)
-    liar, requests, took = tmp_path / "liar", prompts(100), dict[str, float]()
+    requests, took = prompts(100), dict[str, float]()
     fleet.apply(wish(fleet.namespace, liar))
     fleet.wait_serving(1, 2, READY_S)
     before = everybody(fleet)

@@ -1,6 +1,6 @@
 """`healing.restartPoisoned` with every part real: kube-apiserver and etcd, the operator process under its own rights, a router
 that finds the failing pairs and tells them by its metrics, torch workers of which one has no lease that holds, while it answers
-and is ready (`poison/`). Under load whose every token is compared with one engine's.
+and is ready (`changed/`). Under load whose every token is compared with one engine's.
 
 One fleet's life: a first worker is poisoned, and the operator is killed at the very write of its decision; a second one in the
 same hour is held; then the budget is raised, and the operator is killed right after that decision was stored.
