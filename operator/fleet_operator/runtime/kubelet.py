@@ -17,6 +17,7 @@ from fleet_operator.runtime.node import NodeHeart
 from fleet_operator.runtime.pod import PodRunner
 from fleet_operator.runtime.settings import RuntimeSettings
 from fleet_operator.runtime.volumes import ApiAccess, PodVolumes, VolumeSources
+from fleet_worker import segments
 from fleet_worker.config import HOSTS_ENV
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class ProcessKubelet:
         await asyncio.gather(*tasks, return_exceptions=True)
         kill_marked(mark_of(self.state_dir))
         kill_orphans(self.state_dir / "pids" if self._settings.alone else None)
+        segments.sweep()  # /dev/shm is no pod's own here: guards who would empty it may be among the killed
         self._addresses.close()
         await self._heart.leave()
 

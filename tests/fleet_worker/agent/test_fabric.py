@@ -19,6 +19,7 @@ from fleet_worker.agent.agent import Agent
 from fleet_worker.agent.fabric import Fabric, found, lockable_bytes, probe, probe_environment, problem, told
 from fleet_worker.agent.identity import Identity
 from fleet_worker.config import KvSettings, WorkerConfig, ucx_transports
+from fleet_worker.segments import FOLDER_ENV, make
 from fleet_worker.transfer.transport import has_rdma_device
 
 RDMA = KvSettings(transport="rdma", required=True)
@@ -69,6 +70,26 @@ nixl_agent_config = dict
         started.kill()
         started.wait()
     until(lambda: not is_running(pid))
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(1)", "time.sleep(60)"], ids=["ends", "fails", "hangs"])
+def test_nothing_that_a_probe_shared_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str):
+    """Whatever ends it: UCX may be in the midst of making a segment."""
+    share = "import os, pathlib, time; pathlib.Path(os.environ['UCX_POSIX_DIR'], 'ucx_shm_posix_1').write_bytes(b'x');"
+    monkeypatch.delenv(FOLDER_ENV, raising=False)
+    monkeypatch.setattr(fabric, "make", lambda: make(tmp_path))
+    monkeypatch.setattr(fabric, "PROBE", (sys.executable, "-c", share + ending))
+
+    async def run() -> Fabric | None:
+        task = asyncio.create_task(probe(KvSettings()))
+        if ending.startswith("time"):  # its agent is told to stop
+            await asyncio.to_thread(until, lambda: list(tmp_path.glob("*/*")))
+            task.cancel()
+        return (await asyncio.gather(task, return_exceptions=True))[0]
+
+    seen = asyncio.run(run())
+    assert isinstance(seen, asyncio.CancelledError) or seen == Fabric(error="no read succeeded: ")
+    assert list(tmp_path.iterdir()) == []
 
 
 def is_running(pid: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import select
 import signal
@@ -19,6 +20,7 @@ from fleet_worker.agent.command import EngineCommand
 from fleet_worker.agent.identity import Identity
 from fleet_worker.agent.supervise import EngineProcess, start_guard, watch_children
 from fleet_worker.config import WorkerConfig
+from fleet_worker.segments import FOLDER_ENV, PREFIX, Segments, make, sweep
 
 WRITE = "import os, pathlib; pathlib.Path(os.environ['OUT']).write_text(os.environ['KNOB'])"
 
@@ -106,7 +108,105 @@ def test_a_child_that_looks_after_no_parent_ends_with_a_killed_agent(tmp_path: P
 
 def test_an_agent_that_is_pid_1_needs_no_guard(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    assert start_guard() is None
+    assert start_guard(Segments()) is None
+
+
+# UCX writes 4 MB before it unlinks their file: this process gets a signal after the first one, as it might get SIGKILL in between
+DIES_AS_UCX_STARTS = f"""
+import os, pathlib, resource, signal
+pathlib.Path(os.environ["OUT"]).write_text(os.environ.get("{FOLDER_ENV}", "/dev/shm"))
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+from fleet_worker.transfer.probe import _agent, _memory
+_agent("dies", _memory()[1])
+"""
+HAS_A_SEGMENT = f"""
+import os, pathlib, time
+folder = os.environ.get("{FOLDER_ENV}", "")
+pathlib.Path(folder, "ucx_shm_posix_1").write_bytes(b"x")
+pathlib.Path(os.environ["OUT"]).write_text(folder)
+time.sleep(60)
+"""
+
+
+def cut_segments(folder: Path) -> set[Path]:
+    return {path for path in folder.glob("ucx_shm_posix_*") if path.stat().st_size == 1 << 20}
+
+
+def test_an_engine_that_dies_while_ucx_starts_leaves_no_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OUT", str(tmp_path / "seen"))
+    before = cut_segments(Path("/dev/shm"))
+    code = asyncio.run(ended(EngineCommand((sys.executable, "-c", DIES_AS_UCX_STARTS)), within_s=60))
+    left = cut_segments(Path("/dev/shm")) - before
+    for path in left:
+        path.unlink()
+    assert (code, left) == (-signal.SIGXFSZ, set())
+    folder = Path((tmp_path / "seen").read_text())
+    assert (folder.parent, folder.exists()) == (Path("/dev/shm"), False)
+
+
+def test_what_an_engine_shared_ends_with_a_killed_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By its guard, whom nobody waits for but who wants the folder's lock."""
+    os.mkfifo(tmp_path / "seen")
+    monkeypatch.setenv("OUT", str(tmp_path / "seen"))
+    monkeypatch.chdir(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", AGENT, "-c", HAS_A_SEGMENT], stderr=subprocess.DEVNULL) as agent:
+        try:
+            folder = Path((tmp_path / "seen").read_text())
+            assert folder.name.startswith(PREFIX)
+            held = os.open(folder, os.O_RDONLY)
+        finally:
+            agent.kill()
+    fcntl.flock(held, fcntl.LOCK_EX)
+    os.close(held)
+    assert not folder.exists()
+
+
+def test_nobody_else_sweeps_where_a_guard_has_yet_to(tmp_path: Path):
+    """The agent is dead, some of its engine's processes are not."""
+    shared = make(tmp_path)
+    guarding = start_guard(shared)
+    os.close(shared.lock)
+    sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == [shared.folder]
+    guarding.communicate(timeout=10)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("program", [sys.executable, "/none/such"])
+def test_each_start_has_a_folder_of_its_own_and_each_end_removes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+):
+    """Also one that cannot be executed. To be stopped again, as after another engine that did not start, does nothing."""
+    made: list[Segments] = []
+
+    def make_there() -> Segments:
+        made.append(make(tmp_path))
+        return made[-1]
+
+    def there() -> list[Path]:
+        return list(tmp_path.iterdir())
+
+    monkeypatch.setattr("fleet_worker.agent.supervise.make", make_there)
+
+    async def run() -> None:
+        engine = EngineProcess(EngineCommand((program, "-c", "")))
+        watch_children(asyncio.get_running_loop(), engine.reap)
+        if program == sys.executable:
+            engine.start()
+            assert there() == [made[0].folder]
+            await engine.stop(10.0)
+        else:
+            with pytest.raises(FileNotFoundError):
+                engine.start()
+        assert there() == []
+        other = os.dup2(1, made[0].lock)  # a file of somebody else's gets the number of the lock that was given up
+        await engine.stop(10.0)
+        os.close(other)
+
+    asyncio.run(run())
+    assert len(made) == 1
 
 
 async def stopped_as_it_died() -> int:
@@ -214,12 +314,12 @@ def test_an_engine_that_talks_on_its_stdout_is_not_held_up_either(tmp_path: Path
     os.close(writing)
 
 
-async def ended(command: EngineCommand) -> int:
+async def ended(command: EngineCommand, within_s: float = 10) -> int:
     engine = EngineProcess(command)
     watch_children(asyncio.get_running_loop(), engine.reap)
     engine.start()
     try:
-        return await asyncio.wait_for(engine.exited, 10)
+        return await asyncio.wait_for(engine.exited, within_s)
     finally:
         await engine.stop(0.0)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.config import KvSettings, ucx_transports
+from fleet_worker.segments import make
 from fleet_worker.transfer.transport import has_rdma_device
 from fleet_worker.transfer.ucxlog import Transport, UcxReport
 
@@ -46,7 +47,11 @@ def probe_environment(settings: KvSettings, environment: Mapping[str, str]) -> d
 
 async def probe(settings: KvSettings) -> Fabric:
     """Run the probe in a process of its own, which ends with its caller's patience; it never raises."""
-    env = probe_environment(settings, os.environ)
+    with contextlib.closing(make()) as shared:
+        return await _probed({**shared.environment, **probe_environment(settings, os.environ)})
+
+
+async def _probed(env: Mapping[str, str]) -> Fabric:
     process = await asyncio.create_subprocess_exec(
         *PROBE, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

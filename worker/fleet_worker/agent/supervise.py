@@ -23,6 +23,7 @@ from fleet_worker.agent import guard
 from fleet_worker.agent.command import EngineCommand
 from fleet_worker.agent.errors import ConfigError
 from fleet_worker.agent.logpump import STDERR, STDOUT, LogPump
+from fleet_worker.segments import Segments, make
 from fleet_worker.transfer.ucxlog import UcxReport
 
 VLLM_BIN_ENV = "FLEET_VLLM_BIN"
@@ -50,13 +51,17 @@ def _die_with(parent: int) -> Callable[[], None]:
     return ask
 
 
-def start_guard() -> subprocess.Popen[bytes] | None:
+def start_guard(shared: Segments) -> subprocess.Popen[bytes] | None:
     """It wants the engine's session on its stdin; None where the kernel ends everything with us. No mark of a container is on it:
-    a container runtime may end the agent, and leave the guard to its work."""
+    a container runtime may end the agent, and leave the guard to its work. It has the lock of what is `shared` as we do: until
+    it has ended as well, nobody sweeps there."""
     if os.getpid() == 1:
         return None
-    argv = [sys.executable, "-I", "-S", guard.__file__]
-    return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={}, start_new_session=True)
+    folders, locks = ([], ()) if shared.folder is None else ([str(shared.folder)], (shared.lock,))
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", guard.__file__, *folders], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={},
+        start_new_session=True, pass_fds=locks,
+    )  # fmt: skip
 
 
 class EngineProcess:
@@ -66,6 +71,8 @@ class EngineProcess:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
+        self._shared = Segments()
+        """What it shares with other engines."""
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.ucx = UcxReport()
         """By which transport the engine reads, in UCX's own words."""
@@ -76,15 +83,16 @@ class EngineProcess:
 
     def start(self) -> int:
         """Start it in a session of its own; returns its pid. OSError when it cannot be executed."""
-        env = {**self._command.defaults, **os.environ, **self._command.env}
-        self._guard = start_guard()
+        self._shared = make()
+        env = {**self._command.defaults, **self._shared.environment, **os.environ, **self._command.env}
         try:
+            self._guard = start_guard(self._shared)
             process = subprocess.Popen(
                 self._command.argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 start_new_session=True, preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509 - prctl is async-signal-safe
             )  # fmt: skip
         except BaseException:
-            self._end_guard()
+            self._leave_nothing()
             raise
         self._process = process
         if self._guard is not None and self._guard.stdin is not None:
@@ -137,16 +145,19 @@ class EngineProcess:
             await self.exited
             await self._group_gone(KILLED_S)
             await asyncio.gather(*(asyncio.to_thread(pump.finish, LOG_S) for pump in (self.out, self.log)))
-        self._end_guard()
+        self._leave_nothing()
         # a loop that is closed with a handler in place cannot take the signal of a late child
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
 
-    def _end_guard(self) -> None:
+    def _leave_nothing(self) -> None:
+        """There is no engine any more."""
         if self._guard is not None:
             self._guard.kill()
             if self._guard.stdin is not None:
                 self._guard.stdin.close()
             self._guard.wait()
+        self._shared.close()
+        self._shared = Segments()
 
     async def _group_gone(self, within_s: float) -> None:
         """Until no process of the engine's group is left, or the time is up."""

@@ -1,0 +1,145 @@
+"""Folders for UCX's shared memory: whose is left alone, whose goes, and that UCX uses them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fleet_worker.segments import PREFIX, Segments, make, sweep
+
+HOLDER = """
+import sys
+from pathlib import Path
+from fleet_worker.segments import make
+held = make(Path(sys.argv[1]))
+(held.folder / "ucx_shm_posix_1").write_bytes(b"x")
+print(held.folder, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def holder(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A process that holds a folder with a segment in it, until it is killed."""
+    argv = [sys.executable, "-c", HOLDER, str(root)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, Path(process.stdout.readline().strip())
+        finally:
+            process.kill()
+
+
+def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(tmp_path: Path):
+    with holder(tmp_path) as (living, kept), holder(tmp_path) as (killed, left):
+        killed.kill()
+        killed.wait()
+        assert sorted(tmp_path.iterdir()) == sorted([kept, left])
+        sweep(tmp_path)
+        assert list(tmp_path.iterdir()) == [kept]
+        assert [path.name for path in kept.iterdir()] == ["ucx_shm_posix_1"]
+        assert living.poll() is None
+
+
+def test_a_new_one_sweeps_first(tmp_path: Path):
+    """A container that starts again finds in its pod's /dev/shm what the one before left."""
+    with holder(tmp_path) as (killed, _):
+        killed.kill()
+        killed.wait()
+    made = make(tmp_path)
+    assert list(tmp_path.iterdir()) == [made.folder]
+    made.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def other_users(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: 12_345)
+
+
+def linked(path: Path, _: pytest.MonkeyPatch) -> None:
+    target = path.parent.parent / "elsewhere"
+    target.mkdir()
+    (target / "file").touch()
+    path.symlink_to(target, target_is_directory=True)
+
+
+def folder_with_a_folder(path: Path, _: pytest.MonkeyPatch) -> None:
+    (path / "below").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "prepare"),
+    [
+        ("ucx_shm_posix_1", lambda path, _: path.write_bytes(b"x")),
+        ("somebodys", lambda path, _: path.mkdir()),
+        (f"{PREFIX}file", lambda path, _: path.write_bytes(b"x")),
+        (f"{PREFIX}link", linked),
+        (f"{PREFIX}users", other_users),
+        (f"{PREFIX}deep", folder_with_a_folder),
+    ],
+    ids=["segment", "other-name", "file", "link", "other-user", "with-a-folder"],
+)
+def test_what_is_not_ours_is_never_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, prepare):
+    root = tmp_path / "shm"
+    root.mkdir()
+    prepare(root / name, monkeypatch)
+    before = sorted(tmp_path.rglob("*"))
+    sweep(root)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("call", ["os.open", "fcntl.flock"])
+def test_a_sweeper_that_comes_between_making_and_locking_takes_nothing_that_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+):
+    module, name = {"os": os, "fcntl": fcntl}[call.partition(".")[0]], call.partition(".")[2]
+    genuine, swept = getattr(module, name), list[str]()
+
+    def after_a_sweeper(*given):
+        if not swept:
+            swept.extend(os.listdir(tmp_path))
+            sweep(tmp_path)
+        return genuine(*given)
+
+    monkeypatch.setattr(module, name, after_a_sweeper)
+    made = make(tmp_path)
+    assert (list(tmp_path.iterdir()), len(swept)) == ([made.folder], 1)
+    assert made.folder.name not in swept
+    made.close()
+
+
+def test_where_there_is_no_place_ucx_finds_its_own(tmp_path: Path):
+    made = make(tmp_path / "none")
+    assert (made, made.environment) == (Segments(), {})
+    made.close()
+
+
+UCX = """
+import os, sys
+from fleet_worker.transfer.probe import _agent, _memory
+memory, address = _memory()
+agent = _agent("one", address)
+files = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")]
+print(*[path for path in files if "ucx_shm_posix_" in path], sep="\\n")
+"""
+
+
+def test_ucx_puts_its_segments_there(tmp_path: Path):
+    """All of them, each unlinked by then, and says nothing of it."""
+    made = make(tmp_path)
+    environment = {**os.environ, **made.environment, "NIXL_LOG_LEVEL": "WARN"}
+    done = subprocess.run([sys.executable, "-c", UCX], env=environment, capture_output=True, text=True, timeout=60, check=True)
+    made.close()
+    paths = done.stdout.split("\n")[:-1]
+    assert len(paths) >= 2
+    assert {os.path.dirname(path) for path in paths} == {str(made.folder)}, paths
+    assert all(path.endswith(" (deleted)") for path in paths)
+    assert "UCX" not in done.stderr
