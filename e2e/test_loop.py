@@ -14,6 +14,7 @@ from openai import OpenAI
 
 from e2e.fleet import Fleet, manifest, router_processes, rss_mb, tokens, worker_processes
 from e2e.kube.service import Service
+from e2e.shared_memory import ownerless
 from fleet_cli.up.bundled import tiny_model
 
 PROMPT = "The operator counts two replicas and the router reads the longest prefix again. " * 10
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.smoke, pytest.mark.timeout(400)]
 
 
 def test_the_whole_loop(fleet: Fleet, operator: Service, gpu_nodes: Path):
-    shared_memory = set(os.listdir("/dev/shm"))
+    shared_memory = ownerless()
     fleet.apply(manifest(fleet.namespace, tiny_model()))
     fleet.wait_serving(1, 2)
 
@@ -52,7 +53,7 @@ def test_the_whole_loop(fleet: Fleet, operator: Service, gpu_nodes: Path):
     memory_is_bounded(fleet)
 
     fleet.delete_and_leave_nothing()
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert ownerless() <= shared_memory
 
 
 def scaling_keeps_the_ratio(fleet: Fleet) -> None:

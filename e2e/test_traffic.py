@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from e2e.fleet import Fleet, manifest
+from e2e.shared_memory import ownerless
 from e2e.traffic import Ledger, Request, read_trace, send, send_all
 from fleet_cli.up.bundled import tiny_model
 from tests.conformance.workers import running, worker_config
@@ -27,7 +27,7 @@ def test_200_requests_of_a_real_trace_then_twice_the_load(fleet: Fleet, tmp_path
     requests = read_trace()
     assert len(requests) == 200
     expected = single_process_answers(requests, tmp_path)
-    shared_memory = set(os.listdir("/dev/shm"))
+    shared_memory = ownerless()
     fleet.apply(wish(fleet.namespace))
     fleet.wait_serving(1, 2)
 
@@ -47,7 +47,7 @@ def test_200_requests_of_a_real_trace_then_twice_the_load(fleet: Fleet, tmp_path
     assert doubled.tokens == {number: expected.tokens[number] for number in doubled.tokens}
     assert len(doubled.tokens) >= 100
     fleet.delete_and_leave_nothing()
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert ownerless() <= shared_memory
 
 
 def wish(namespace: str) -> dict[str, object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -16,6 +15,7 @@ import pytest
 import yaml
 
 from e2e.fleet_up import END_S, READY_S, UP, free_port, gone, marked, running
+from e2e.shared_memory import ownerless
 from fleet_cli.up.bundled import bundled_manifest, tiny_model
 
 pytestmark = pytest.mark.timeout(400)
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.timeout(400)
 
 @pytest.fixture(autouse=True)
 def shared_memory_is_left_as_found() -> Iterator[None]:
-    before = set(os.listdir("/dev/shm"))
+    before = ownerless()
     yield
-    assert set(os.listdir("/dev/shm")) - before == set()
+    assert ownerless() - before == set()
 
 
 @pytest.fixture
