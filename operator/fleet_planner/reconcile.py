@@ -12,6 +12,7 @@ from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import fitted
 from fleet_planner.altered import altered
+from fleet_planner.astray import strayed
 from fleet_planner.capacity import fit_budget, least_devices, least_workers, refusals
 from fleet_planner.clock import steady
 from fleet_planner.ending import Ended, Ending, plan_ending
@@ -102,6 +103,7 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float, ending: End
     """The plan. Only `observed`, `ending` and `now` decide; nothing is remembered but what comes back in `memory`, `rest`,
     `clock` and `ended`. `ending`: of a fleet that was deleted and has our finalizer."""
     fleet, observed, clock = steady(fleet, observed, now)
+    observed = strayed(observed)
     if ending is not None:
         return _end(fleet, observed, ending, clock, now)
     healing = plan_healing(fleet, observed, now)

@@ -256,23 +256,33 @@ def _rests(tier: TierStatus) -> bool:
 
 
 def _within_ratio(views: Sequence[TierView], tiers: Sequence[TierStatus]) -> Verdict:
+    astray = "; ".join(words for view in views if (words := _astray(view)))
+    beside = f"; {astray}" if astray else ""
     for view, status in zip(views, tiers, strict=True):
         prefill, decode, ratio = status.prefill.serving, status.decode.serving, view.tier.ratio
         if prefill + decode == 0 and _rests(status):
             continue
         if prefill + decode == 0:
-            return "Unknown", "NoServingSet", f"tier {view.tier.name} has no serving worker yet"
+            return "Unknown", "NoServingSet", f"tier {view.tier.name} has no serving worker yet{beside}"
         if not within(prefill, decode, ratio.min_ratio, ratio.max_ratio):
             return (
                 "False",
                 "OutOfRatio",
-                f"tier {view.tier.name} serves {prefill}:{decode}, allowed is {ratio.min} to {ratio.max}",
+                f"tier {view.tier.name} serves {prefill}:{decode}, allowed is {ratio.min} to {ratio.max}{beside}",
             )
+    if astray:
+        return "True", "RoleMismatch", astray
     both = [(view.tier, view.decision.disputed) for view in views if view.decision.disputed is not None]
     disputes = [f"tier {tier.name}: {dispute_words(said, project(*said, bounds_of(tier)))}" for tier, said in both]
     if disputes:
         return "True", "WishesDisagree", "; ".join(disputes)
     return "True", "InRatio", "every tier serves inside its ratio"
+
+
+def _astray(view: TierView) -> str:
+    """Workers that say another role than their label and do not serve, in words; empty when there are none."""
+    pods = [worker.leader for worker in view.workers if worker.leader.astray and worker.alive]
+    return f"tier {view.tier.name}: out of service: {grouped(pods, lambda pod: pod.astray)}" if pods else ""
 
 
 def _telemetry(fleet: InferenceFleet, observed: Observed, now: float) -> Verdict:
