@@ -18,8 +18,8 @@ from fleet_planner.clock import steady
 from fleet_planner.ending import Ended, Ending, plan_ending
 from fleet_planner.gang import settled, workers_of
 from fleet_planner.healing import UNHURT, Healing, marked, plan_healing
-from fleet_planner.money import Purse, dearest, devices_of, price_of, purse_of
-from fleet_planner.orphans import TierNow, left_over, plan_orphans
+from fleet_planner.money import Purse, devices_of, left_over, price_of, purse_of
+from fleet_planner.orphans import TierNow, plan_orphans, serving_on
 from fleet_planner.prefetch import Prefetch, held_back, plan_prefetch, reached, repairs
 from fleet_planner.replicas import Replica
 from fleet_planner.revisions import TierPlan, plan_tier
@@ -232,11 +232,11 @@ def _plan_tier(
 
 def _free(fleet: InferenceFleet, tier: TierSpec, observed: Observed, workers: Sequence[Replica], left: Purse) -> Purse:
     """What of `left` is not taken by workers whose tiers left the spec."""
-    gone, number = left_over(observed, {each.name for each in fleet.spec.tiers})
-    if not number:
+    serving = serving_on(observed, {each.name for each in fleet.spec.tiers})
+    if not serving:
         return left
     kept = sum(devices_of(worker, observed) for worker in workers if worker.alive) * price_of(tier)
-    return left.beside(gone, dearest(fleet), number, kept)
+    return left.beside(left_over(fleet, serving, observed), kept)
 
 
 def _targets(fleet: InferenceFleet, planned: dict[str, _Planned], observed: Observed) -> tuple[PoolWanted, ...]:

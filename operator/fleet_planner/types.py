@@ -344,10 +344,10 @@ class Template:
     gpus: tuple[int, int] = (0, 0)
     nodes: tuple[int, int] = (1, 1)
     """Of one prefill and of one decode worker: devices, all of its nodes together, and pods."""
-    number: int = 0
-    """Place in the history, growing."""
+    number: int = 0  # place in the history, growing
     flippable: bool = False  # a worker of one role can become one of the other in place: equal pods apart from the role
     starts_anew: bool = False  # its engine is started once more for that
+    price: float | None = None  # of one device for an hour, when it was stored; None: nobody said one
 
 
 @dataclass(frozen=True, slots=True)
