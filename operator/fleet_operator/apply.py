@@ -59,7 +59,6 @@ from fleet_operator.settled import Settled, digest_of
 from fleet_operator.status_pace import StatusPace
 from fleet_operator.write_through import WriteThrough
 from fleet_planner.events import ANEW, Deed
-from fleet_planner.flip import other
 from fleet_planner.reconcile import Plan
 from fleet_planner.types import ROLES, PodWanted, Problem, Template
 
@@ -421,7 +420,7 @@ class Applier:
         for relabel in plan.relabels:
             pool = pools.get(relabel.pool)
             if pool is not None and await self._patch_pod(namespace, relabel.name, marks.relabelled(relabel, pool), outcome):
-                why = f"{other(relabel.role)} → {relabel.role} in {relabel.took_s:.0f} s; {relabel.proof}"
+                why = marks.words(relabel)
                 outcome.done.append(Deed("flipped", "Pod", relabel.name, relabel.uid, relabel.tier, relabel.role, why))
 
     async def _owners(self, work: _Pass, pools: Mapping[str, Object]) -> None:

@@ -14,10 +14,13 @@ from fleet_operator.pod_marks import MarksSeen
 from fleet_operator.pool_names import PoolFights
 from fleet_operator.refusals import Refusals
 from fleet_operator.settled import Settled
+from fleet_planner.astray import doubtful
 from fleet_planner.ending import EndingMemory
-from fleet_planner.types import ClockMemory, FlipReport, Problem, RestMemory, ScaleMemory, TierTelemetry
+from fleet_planner.types import ClockMemory, FlipReport, Observed, Problem, RestMemory, ScaleMemory, TierTelemetry
 
 SET_LEAST_S = 5.0
+DOUBT_S = 5.0
+"""How often workers of whom it is doubtful are asked which role they have."""
 
 
 @dataclass(slots=True)
@@ -38,9 +41,13 @@ class FleetState:
     read_at: float = float("-inf")
     reading: bool = False
     flips: dict[str, FlipReport] = field(default_factory=dict)
-    """By uid: what workers that change their role say."""
+    """By uid: what workers say that change their role, and those of whom it is doubtful which one they have."""
     changing: bool = False
-    """The last pass saw such workers."""
+    """The last pass saw workers that change their role."""
+    doubtful: frozenset[str] = frozenset()
+    """Uids of the others."""
+    doubted_at: float = float("-inf")
+    """When they were last asked."""
     following: bool = False
     adapters: AdapterMemory = field(default_factory=AdapterMemory)
     known: KnownFleet | None = None
@@ -54,6 +61,20 @@ class FleetState:
     ending: EndingMemory = field(default_factory=EndingMemory)
     needed: dict[tuple[str, str], Object] = field(default_factory=dict)
     """See `needed_templates`."""
+
+
+def heed(state: FleetState, observed: Observed) -> None:
+    """Whom to look at until the next pass. What they said is kept as long: it is of this flip, not of one before it. Of the
+    doubtful ones nothing is known but their word."""
+    moving = {pod.uid for pod in observed.pods if pod.flipping is not None}
+    state.changing, state.doubtful = bool(moving), doubtful(observed)
+    words = {uid: FlipReport(said.role, said.phase) for uid, said in state.flips.items() if uid in state.doubtful}
+    state.flips = {uid: said for uid, said in state.flips.items() if uid in moving} | words
+
+
+def doubts_due(state: FleetState, now: float) -> frozenset[str]:
+    """Those of whom it is doubtful, when they are to be asked now."""
+    return state.doubtful if not 0 <= now - state.doubted_at < DOUBT_S else frozenset()
 
 
 def clock_set_s(before_s: float | None, ahead_s: float) -> float:

@@ -22,6 +22,7 @@ from fleet_operator.names import (
     ORDINAL,
     PLANNED,
     REVISION,
+    RIGHTED_AT,
     ROLE,
     SIZE,
     TIER,
@@ -206,6 +207,7 @@ def _pod(pod: Object, leaving: str, sick: str, serving: bool, told: bool, busy: 
         flipping=_flipping(notes),
         flip_since=_time(notes.get(FLIP_SINCE)) or 0.0,
         flipped=FLIPPED_AT in notes,
+        righted=RIGHTED_AT in notes,
         drain_s=max(0.0, pod["spec"].get("terminationGracePeriodSeconds", 0) - GRACE_SLACK_S),
     )
 

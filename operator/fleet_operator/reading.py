@@ -14,7 +14,7 @@ from fleet_operator.adapters.follow import AdapterFollower
 from fleet_operator.adapters.memory import AdapterMemory
 from fleet_operator.cluster.interface import Object
 from fleet_operator.fleet_objects import FleetObjects
-from fleet_operator.fleet_state import FleetState
+from fleet_operator.fleet_state import FleetState, doubts_due
 from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.hearing import Hearing
 from fleet_operator.ownership import without_strangers
@@ -99,7 +99,7 @@ class Reader:
 
     def _due(self) -> list[Coroutine[Any, Any, None]]:
         """One reading per fleet whose interval is over and that is not being read already; and one look at workers that change
-        their role."""
+        their role, or of whom it is doubtful which they have."""
         found, now = list[tuple[Key, Coroutine[Any, Any, None]]](), self._now()
         for key, state in self._known.states.items():
             if state.known is None or not self._known.is_ours(key):
@@ -107,19 +107,21 @@ class Reader:
             if not state.reading and not 0 <= now - state.read_at < _interval_s(state.known.fleet, state):
                 state.reading, state.read_at = True, now
                 found.append((key, self._read(key, state.known.fleet, state)))
-            if state.changing and not state.following:
-                state.following = True
-                found.append((key, self._follow(key, state.known.fleet, state)))
+            doubts = doubts_due(state, now)
+            if (state.changing or doubts) and not state.following:
+                state.following, state.doubted_at = True, now if doubts else state.doubted_at
+                found.append((key, self._follow(key, state.known.fleet, state, doubts)))
             if state.adapters.due(state.known.fleet, now):
                 found.append((key, self._adapt(key, state.known.fleet, state.adapters)))
         return [_alone(key, reading) for key, reading in found]
 
-    async def _follow(self, key: Key, fleet: InferenceFleet, state: FleetState) -> None:
-        """Tell and hear the workers of one fleet that change their role."""
+    async def _follow(self, key: Key, fleet: InferenceFleet, state: FleetState, doubts: frozenset[str]) -> None:
+        """Tell and hear the workers of one fleet that change their role, and hear those of the `doubts`."""
         try:
             live = self._known.children(key)
             there = workers(fleet, state, live, self._known.places())
-            known = await self.sources.flips.follow(fleet, there, live, state.flips)
+            known = await self.sources.flips.follow(fleet, there, live, state.flips, doubts)
+            known = {uid: said for uid, said in state.flips.items() if uid in state.doubtful} | known
             if known != state.flips:
                 state.flips = known
                 self._known.touch(key)

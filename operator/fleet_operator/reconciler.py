@@ -43,7 +43,7 @@ from fleet_operator.cluster.kinds import kind_of
 from fleet_operator.compare import contains
 from fleet_operator.finalizer import as_asked, ending_of, is_ending, is_going, release, same_wish, still_ours
 from fleet_operator.fleet_objects import FleetObjects
-from fleet_operator.fleet_state import FleetState, is_restless
+from fleet_operator.fleet_state import FleetState, heed, is_restless
 from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.health.passes import Passes, Unmeasured
 from fleet_operator.kept_revisions import lost_templates, needed_templates, unmakeable
@@ -423,9 +423,7 @@ class Reconciler:
         observed = picture(
             fleet, state, live, self._places(), templates, stored, heard, ahead_s, makes_keys=self._platform.makes_keys
         )  # fmt: skip
-        moving = {pod.uid for pod in observed.pods if pod.flipping is not None}
-        state.changing = bool(moving)
-        state.flips = {uid: said for uid, said in state.flips.items() if uid in moving}  # of this flip, not of one before it
+        heed(state, observed)
         ending = ending_of(fleet, raw, state.published.named, state.ending)
         plan: Plan = reconcile(fleet, observed, now, ending)
         state.ahead_s, state.clock = ahead_s, plan.clock

@@ -21,7 +21,7 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus, RoleStatus, TierStatus
 from fleet_planner.clock import FUTURE_S
 from fleet_planner.events import DELETING, DELETION_LATE
-from fleet_planner.flip import other
+from fleet_planner.flip import known_as
 from fleet_planner.gang import workers_of
 from fleet_planner.replicas import ENDED, Replica
 from fleet_planner.revisions import target_of
@@ -152,7 +152,7 @@ def _unasked_at(observed: Observed) -> float:
 
 def _role(worker: Replica) -> Role:
     """The role that it has: one that is told the other counts as one of that everywhere else."""
-    return worker.role if worker.leader.flipping is None else other(worker.role)
+    return known_as(worker.leader)
 
 
 def _is_over(worker: Replica) -> bool:

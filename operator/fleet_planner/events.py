@@ -40,6 +40,7 @@ SEVERE: Final = frozenset(
         "PrefetchFailed",
         "ProgressDeadlineExceeded",
         "QuotaExceeded",
+        "RoleMismatch",
         "RolledBack",
         "SourceFailed",
         "Stuck",

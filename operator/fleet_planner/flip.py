@@ -6,6 +6,8 @@ The routers are told that it drains. It is one of these at any moment, and all o
 
 told → drains → says the new role → proven by tokens → its labels and its owner change: it is an ordinary worker of that role.
 
+A worker that is `astray` is told the role of its own label in the same way; it is never given back.
+
 It is given back when it declines, and deleted when its time is up or when its proof fails; then a worker is made cold, and the
 tier tries no flip for a while. At most one worker per tier is on its way; wishes that a next flip would fulfil sooner than a cold
 start wait for it.
@@ -58,10 +60,13 @@ def other(role: Role) -> Role:
 
 
 def on_its_way(pod: ObservedPod) -> ObservedPod:
-    """A worker that was told another role, as it counts: one of that role that is not ready."""
-    if pod.flipping is None or pod.flipping == pod.role:
-        return replace(pod, flipping=None) if pod.flipping else pod
-    return replace(pod, role=pod.flipping, ready=False)
+    """A worker that was told a role, as it counts: one of that role that is not ready."""
+    return pod if pod.flipping is None else replace(pod, role=pod.flipping, ready=False)
+
+
+def known_as(pod: ObservedPod) -> Role:
+    """The role that routers know it by, of one that counts as `on_its_way`: that of its label."""
+    return pod.role if pod.flipping is None or pod.astray else other(pod.role)
 
 
 # -- workers on their way ---------------------------------------------------------------------------------------------
@@ -74,6 +79,8 @@ class Settled:
     proven: tuple[tuple[ObservedPod, str], ...] = ()
     """With the words of their proof."""
     given_back: tuple[FlipWanted, ...] = ()
+    told: tuple[FlipWanted, ...] = ()
+    """Astray, and told their own role now."""
     gone: tuple[PodGone, ...] = ()
     failure: str = ""
     """What went wrong, in words."""
@@ -90,12 +97,13 @@ def settle(pods: Iterable[ObservedPod], reports: Mapping[str, FlipReport], now: 
             continue
         report = reports.get(pod.uid, FlipReport())
         moving = not pod.terminating and pod.phase not in ENDED
-        if moving and report.refused:
+        if moving and report.refused and not one.astray:
             words = f"{pod.name}: stays {one.role}: {report.refused}"
             given = (*found.given_back, FlipWanted(pod.name, pod.uid, None))
             found = replace(found, given_back=given, failure=words)
             pod = replace(one, flipping=None)
-        elif moving and (why := report.problem or _overdue(pod, report, now, anew_s)):
+        elif moving and (why := report.refused or report.problem or _overdue(pod, report, now, anew_s)):
+            why = f"its role was told to it again: {why}" if one.astray else why
             gone = (*found.gone, PodGone(pod.name, pod.uid, f"role flip failed: {why}"))
             found = replace(found, gone=gone, failure=f"{pod.name}: {why}")
             pod = replace(pod, terminating=True)
@@ -154,7 +162,7 @@ class Waiting:
 
 def choose(draft: Draft, replicas: Sequence[Replica], terms: Terms) -> Replica | None:
     """The worker to be told the other role; None when none should be."""
-    if any(pod.flipping is not None for replica in replicas for pod in replica.pods):
+    if any(pod.flipping is not None or pod.astray for replica in replicas for pod in replica.pods):
         return None
     for role in ROLES:
         if any(wanted.role == role for wanted in draft.create):

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.document import workers_most
 from fleet_planner.replicas import Replica
-from fleet_planner.types import ROLES, Observed
+from fleet_planner.types import ROLES, Observed, Template
 
 Money = Fraction
 FREE = Fraction(0)
@@ -33,9 +33,13 @@ class Purse:
 
     def less(self, devices: int, price: Money, workers: int = 0) -> Purse:
         """After so many devices of this price, and so many workers."""
+        return self.after(devices, devices * price, workers)
+
+    def after(self, devices: int, cost: Money, workers: int) -> Purse:
+        """After so many devices that cost that much together, and so many workers."""
         return Purse(
             None if self.gpus is None else self.gpus - devices,
-            None if self.per_hour is None else self.per_hour - devices * price,
+            None if self.per_hour is None else self.per_hour - cost,
             None if self.workers is None else self.workers - workers,
         )
 
@@ -56,13 +60,23 @@ class Purse:
             )
         return " and ".join(words)
 
-    def beside(self, devices: int, guess: Money, workers: int, kept: Money) -> Purse:
-        """After devices and workers of tiers that left the spec. Their price is a guess, for which nobody goes who is there: what
-        is `kept`, the cost of those, is paid as far as it was."""
-        rest = self.less(devices, guess, workers)
+    def beside(self, left: LeftOver, kept: Money) -> Purse:
+        """After workers of tiers that left the spec. Their price may be of long ago, or a guess, for which nobody goes who is
+        there: what is `kept`, the cost of those, is paid as far as it was."""
+        rest = self.after(left.devices, left.cost, left.workers)
         if self.per_hour is None or rest.per_hour is None:
             return rest
         return Purse(rest.gpus, max(rest.per_hour, min(self.per_hour, kept)), rest.workers)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOver:
+    """What workers hold that serve on though their tiers left the spec: the budget pays for it, and routers are told of them."""
+
+    devices: int
+    cost: Money
+    """An hour."""
+    workers: int
 
 
 def purse_of(fleet: InferenceFleet) -> Purse:
@@ -90,18 +104,52 @@ def price_of(tier: TierSpec) -> Money:
 
 
 def dearest(fleet: InferenceFleet) -> Money:
-    """What a device of a tier that left the spec, and its price with it, is taken to cost while it serves on."""
+    """What a device of a tier that left the spec is taken to cost while it serves on, where nobody remembers its price."""
     return max(price_of(tier) for tier in fleet.spec.tiers)
+
+
+def left_over(fleet: InferenceFleet, workers: Sequence[Replica], observed: Observed) -> LeftOver:
+    """Of these workers. A price was stored with their revision, but not by older operators, nor of a tier that said none: those
+    count as the dearest."""
+    most, found = dearest(fleet), LeftOver(0, FREE, len(workers))
+    for worker in workers:
+        price, devices = stored_price(worker, observed), devices_of(worker, observed)
+        cost = devices * (most if price is None else price)
+        found = replace(found, devices=found.devices + devices, cost=found.cost + cost)
+    return found
 
 
 def devices_of(worker: Replica, observed: Observed) -> int:
     """Of its template, which is stored as long as it has pods."""
-    leader = worker.leader
-    template = observed.stored.get(leader.tier, {}).get(leader.revision)
+    template = _template(worker, observed)
     return template.gpus[ROLES.index(worker.role)] if template is not None else 0
+
+
+def stored_price(worker: Replica, observed: Observed) -> Money | None:
+    """Of one of its devices for an hour, when its revision was stored; None: nobody knows."""
+    template = _template(worker, observed)
+    return exact(template.price) if template is not None and template.price is not None else None
+
+
+def _template(worker: Replica, observed: Observed) -> Template | None:
+    return observed.stored.get(worker.leader.tier, {}).get(worker.leader.revision)
 
 
 def cost_now(price: float, workers: Sequence[Replica], observed: Observed) -> Money:
     """What the devices that these workers hold cost an hour: of pods that have a node, whatever they do there."""
-    parts = (Fraction(devices_of(worker, observed) * worker.placed, worker.size) for worker in workers)
-    return sum(parts, FREE) * exact(price)
+    return sum((_held(worker, observed) for worker in workers), FREE) * exact(price)
+
+
+def cost_left(workers: Sequence[Replica], observed: Observed) -> Money | None:
+    """The same of workers whose tiers left the spec, at the prices that were stored; None: one of them is not known."""
+    found = FREE
+    for worker in workers:
+        price, held = stored_price(worker, observed), _held(worker, observed)
+        if held and price is None:
+            return None
+        found += held * (price or FREE)
+    return found
+
+
+def _held(worker: Replica, observed: Observed) -> Fraction:
+    return Fraction(devices_of(worker, observed) * worker.placed, worker.size)

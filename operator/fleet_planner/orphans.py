@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_planner.capacity import QUOTA_WORDS
 from fleet_planner.gang import SETTLE_S, workers_of
-from fleet_planner.money import dearest, devices_of, price_of, purse_of
+from fleet_planner.money import left_over, price_of, purse_of
 from fleet_planner.ratio import Pair
 from fleet_planner.replicas import Replica, first_to_go
 from fleet_planner.revisions import target_of
@@ -68,12 +68,10 @@ def plan_orphans(fleet: InferenceFleet, observed: Observed, tiers: Mapping[str, 
     return Orphans(gone, tuple(target for target in targets if target is not None), room_at)
 
 
-def left_over(observed: Observed, tiers: Collection[str]) -> tuple[int, int]:
-    """Devices and number of the workers that serve on though their tiers left the spec; the budget pays for them, too, and
-    routers are told of them. `tiers`: those of the spec."""
+def serving_on(observed: Observed, tiers: Collection[str]) -> list[Replica]:
+    """Workers that serve on though their tiers left the spec. `tiers`: those of the spec."""
     names = sorted({pod.tier for pod in observed.pods}.difference(tiers))
-    serving = _left(observed, names)[1] if names else []
-    return sum(devices_of(worker, observed) for worker in serving), len(serving)
+    return _left(observed, names)[1] if names else []
 
 
 def _left(observed: Observed, names: Sequence[str]) -> tuple[list[Replica], list[Replica]]:
@@ -103,7 +101,8 @@ def _is_paid(fleet: InferenceFleet, observed: Observed, serving: Sequence[Replic
     left = purse_of(fleet)
     for name, tier in tiers.items():
         left = left.less(tier.devices, price_of(fleet.tier(name)), sum(tier.wanted))
-    left = left.less(sum(devices_of(worker, observed) for worker in serving), dearest(fleet), len(serving))
+    theirs = left_over(fleet, serving, observed)
+    left = left.after(theirs.devices, theirs.cost, theirs.workers)
     return all(rest is None or rest >= 0 for rest in (left.gpus, left.per_hour, left.workers))
 
 

@@ -12,13 +12,14 @@ from fleet_api.v1alpha1.status import FleetStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import fitted
 from fleet_planner.altered import altered
+from fleet_planner.astray import strayed
 from fleet_planner.capacity import fit_budget, least_devices, least_workers, refusals
 from fleet_planner.clock import steady
 from fleet_planner.ending import Ended, Ending, plan_ending
 from fleet_planner.gang import settled, workers_of
 from fleet_planner.healing import UNHURT, Healing, marked, plan_healing
-from fleet_planner.money import Purse, dearest, devices_of, price_of, purse_of
-from fleet_planner.orphans import TierNow, left_over, plan_orphans
+from fleet_planner.money import Purse, devices_of, left_over, price_of, purse_of
+from fleet_planner.orphans import TierNow, plan_orphans, serving_on
 from fleet_planner.prefetch import Prefetch, held_back, plan_prefetch, reached, repairs
 from fleet_planner.replicas import Replica
 from fleet_planner.revisions import TierPlan, plan_tier
@@ -102,6 +103,7 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float, ending: End
     """The plan. Only `observed`, `ending` and `now` decide; nothing is remembered but what comes back in `memory`, `rest`,
     `clock` and `ended`. `ending`: of a fleet that was deleted and has our finalizer."""
     fleet, observed, clock = steady(fleet, observed, now)
+    observed = strayed(observed)
     if ending is not None:
         return _end(fleet, observed, ending, clock, now)
     healing = plan_healing(fleet, observed, now)
@@ -230,11 +232,11 @@ def _plan_tier(
 
 def _free(fleet: InferenceFleet, tier: TierSpec, observed: Observed, workers: Sequence[Replica], left: Purse) -> Purse:
     """What of `left` is not taken by workers whose tiers left the spec."""
-    gone, number = left_over(observed, {each.name for each in fleet.spec.tiers})
-    if not number:
+    serving = serving_on(observed, {each.name for each in fleet.spec.tiers})
+    if not serving:
         return left
     kept = sum(devices_of(worker, observed) for worker in workers if worker.alive) * price_of(tier)
-    return left.beside(gone, dearest(fleet), number, kept)
+    return left.beside(left_over(fleet, serving, observed), kept)
 
 
 def _targets(fleet: InferenceFleet, planned: dict[str, _Planned], observed: Observed) -> tuple[PoolWanted, ...]:

@@ -10,12 +10,13 @@ from itertools import product
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FlipStatus, RolloutStatus, TierStatus
 from fleet_api.v1alpha1.tier import TierSpec
+from fleet_planner.astray import told_again
 from fleet_planner.canary import Course, Scene, plot_course
 from fleet_planner.capacity import QUOTA_WORDS
 from fleet_planner.causes import unready
 from fleet_planner.crashes import crashing
 from fleet_planner.draft import draft_pods, scarce_first
-from fleet_planner.flip import Settled, Terms, anew_most_s, cold_start_s, flip_s, other, remember, settle, shown_s
+from fleet_planner.flip import Settled, Terms, anew_most_s, cold_start_s, flip_s, known_as, remember, settle, shown_s
 from fleet_planner.gang import GivenBack, give_back
 from fleet_planner.healing import gone_first, is_healing
 from fleet_planner.ratio import Pair
@@ -83,9 +84,13 @@ def plan_tier(
     telemetry, mine = observed.telemetry.get(tier.name, TierTelemetry()), [pod for pod in observed.pods if pod.tier == tier.name]
     anew = any(templates[pod.revision].starts_anew for pod in mine if pod.flipping is not None and pod.revision in templates)
     settled = settle(mine, observed.flips, now, anew_most_s(telemetry, shown_s(mine)) if anew else 0.0)
+    failures = [_before(fleet, tier).flip, observed.memory.get(tier.name, ScaleMemory()).flip]
+    settled = told_again(settled, remember(failures, settled.failure, now), now)
     pods = settled.pods
     revisions = {*templates, *[pod.revision for pod in pods]}
-    if any([worker.leader.flipping is not None for worker in workers]):  # what became of those on their way decides
+    if settled.gone or any(
+        [worker.leader.flipping is not None for worker in workers]
+    ):  # what became of those on their way decides
         replicas = {revision: _replicas(pods, revision, templates) for revision in revisions}
     else:
         replicas = {name: [worker for worker in workers if worker.leader.revision == name] for name in revisions}
@@ -99,7 +104,6 @@ def plan_tier(
     scene = Scene(wanted, groups, telemetry.revisions, want, limits, now, crashing(replicas, now), _unready(replicas, now))
     course = plot_course(fleet.spec.rollout, _before(fleet, tier).rollout, scene)
     step = _step(fleet, tier, course, groups, want, limits, replicas, observed.pools)
-    failures = [_before(fleet, tier).flip, observed.memory.get(tier.name, ScaleMemory()).flip]
     remembered = remember(failures, settled.failure, now)
     template = templates.get(course.target)
     free = template if template is not None and template.flippable and not step.rolling and remembered is None else None
@@ -292,7 +296,7 @@ def _carried_out(
         pools=tuple(pools),
         create=tuple(scarce_first(drafted.draft.create, scene.groups, step.sizes, course.target)),
         delete=delete,
-        flips=(*settled.given_back, *drafted.flips),
+        flips=(*settled.given_back, *(one for one in settled.told if one.uid not in gone_uids), *drafted.flips),
         relabels=tuple(_relabel(fleet, pod, proof, scene.now) for pod, proof in settled.proven if pod.uid not in gone_uids),
         targets=targets,
         split=Split(tier.name, course.target, percent) if percent is not None and course.canary is not None else None,
@@ -339,23 +343,23 @@ def pool_name(fleet: InferenceFleet, tier: str, role: Role, revision: str) -> st
 
 def _relabel(fleet: InferenceFleet, pod: ObservedPod, proof: str, now: float) -> Relabel:
     pool = pool_name(fleet, pod.tier, pod.role, pod.revision)
-    return Relabel(pod.name, pod.uid, pool, pod.tier, pod.role, now, max(0.0, now - pod.flip_since), proof)
+    took_s = max(0.0, now - pod.flip_since)
+    return Relabel(pod.name, pod.uid, pool, pod.tier, pod.role, now, took_s, proof, again=bool(pod.astray))
 
 
 def target_of(replica: Replica, serving: frozenset[str], gone: set[str], now: float) -> Target | None:
-    """Ready workers serve or are held; one that goes is told as draining until it is gone, one that changes its role until it has
-    changed; a decode worker that routers know and that was ready just now as absent. Others are not told at all. Of several nodes
-    only the leader is told."""
+    """Ready workers serve or are held; one that goes is told as draining until it is gone, one that changes its role or is
+    astray until it has it; a decode worker that routers know and that was ready just now as absent. Others are not told at all.
+    Of several nodes only the leader is told."""
     pod = replica.leader
     if pod.member > 0:
         return None
-    leaving = replica.terminating or pod.flipping is not None or _goes(replica, gone)
-    role = pod.role if pod.flipping is None else other(pod.role)
+    leaving = replica.terminating or pod.flipping is not None or bool(pod.astray) or _goes(replica, gone)
     absent = not (replica.ready or leaving)
     if not _may_be_back(replica, now) if absent else pod.ip is None:
         return None
     state: TargetState = "draining" if leaving else "absent" if absent else "serving" if pod.uid in serving else "held"
-    return Target(pod.name, pod.uid, pod.ip or "", role, pod.tier, pod.revision, pod.compat, state)
+    return Target(pod.name, pod.uid, pod.ip or "", known_as(pod), pod.tier, pod.revision, pod.compat, state)
 
 
 def _goes(replica: Replica, gone: Collection[str]) -> bool:

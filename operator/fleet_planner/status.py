@@ -20,7 +20,7 @@ from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.fabric import disaggregating, transport_verified
 from fleet_planner.gang import workers_of
 from fleet_planner.healing import UNHURT, Healing
-from fleet_planner.money import cost_now, devices_of, exact
+from fleet_planner.money import cost_left, cost_now, devices_of, exact
 from fleet_planner.peerkey import peer_key
 from fleet_planner.ratio import bounds_of, project, within
 from fleet_planner.replicas import Replica
@@ -129,13 +129,17 @@ def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> Ti
 
 
 def _cost(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Observed) -> float | None:
-    """Of all tiers; None: some worker holds devices of which nobody says what they cost."""
+    """Of all tiers, and of those that left the spec; None: some worker holds devices of which nobody says what they cost."""
     known = {tier.name: exact(tier.cost_per_hour) for tier in tiers if tier.cost_per_hour is not None}
     if not known:  # most fleets: nothing is looked at for them
         return None
     others = {pod.tier for pod in observed.pods if pod.node is not None} - known.keys()
-    workers = (worker for name in others for worker in workers_of(observed, name))
-    return None if any(devices_of(worker, observed) for worker in workers) else float(sum(known.values()))
+    workers = {name: workers_of(observed, name) for name in others}
+    mine = [worker for tier in tiers for worker in workers.pop(tier.name, [])]
+    left = cost_left([worker for found in workers.values() for worker in found], observed)
+    if left is None or any(devices_of(worker, observed) for worker in mine):
+        return None
+    return float(sum(known.values()) + left)
 
 
 def _rolling(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed, now: float) -> Verdict:
@@ -256,23 +260,33 @@ def _rests(tier: TierStatus) -> bool:
 
 
 def _within_ratio(views: Sequence[TierView], tiers: Sequence[TierStatus]) -> Verdict:
+    astray = "; ".join(words for view in views if (words := _astray(view)))
+    beside = f"; {astray}" if astray else ""
     for view, status in zip(views, tiers, strict=True):
         prefill, decode, ratio = status.prefill.serving, status.decode.serving, view.tier.ratio
         if prefill + decode == 0 and _rests(status):
             continue
         if prefill + decode == 0:
-            return "Unknown", "NoServingSet", f"tier {view.tier.name} has no serving worker yet"
+            return "Unknown", "NoServingSet", f"tier {view.tier.name} has no serving worker yet{beside}"
         if not within(prefill, decode, ratio.min_ratio, ratio.max_ratio):
             return (
                 "False",
                 "OutOfRatio",
-                f"tier {view.tier.name} serves {prefill}:{decode}, allowed is {ratio.min} to {ratio.max}",
+                f"tier {view.tier.name} serves {prefill}:{decode}, allowed is {ratio.min} to {ratio.max}{beside}",
             )
+    if astray:
+        return "True", "RoleMismatch", astray
     both = [(view.tier, view.decision.disputed) for view in views if view.decision.disputed is not None]
     disputes = [f"tier {tier.name}: {dispute_words(said, project(*said, bounds_of(tier)))}" for tier, said in both]
     if disputes:
         return "True", "WishesDisagree", "; ".join(disputes)
     return "True", "InRatio", "every tier serves inside its ratio"
+
+
+def _astray(view: TierView) -> str:
+    """Workers that say another role than their label and do not serve, in words; empty when there are none."""
+    pods = [worker.leader for worker in view.workers if worker.leader.astray and worker.alive]
+    return f"tier {view.tier.name}: out of service: {grouped(pods, lambda pod: pod.astray)}" if pods else ""
 
 
 def _telemetry(fleet: InferenceFleet, observed: Observed, now: float) -> Verdict:

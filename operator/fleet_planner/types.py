@@ -37,8 +37,7 @@ class ObservedPod:
     unschedulable: bool = False
     unready_since: float | None = None
     """When it ceased to be ready, or was made; None: it is ready, or that is not known."""
-    gated: bool = False
-    """The scheduler may not look at it yet: a queue lets it in."""
+    gated: bool = False  # the scheduler may not look at it yet: a queue lets it in
     restarts: int = 0
     blocked: bool = False
     silent: bool = False
@@ -57,16 +56,15 @@ class ObservedPod:
     """What is wrong with its node's devices: no new request should go there."""
     deletion_cost: int = 0  # controller.kubernetes.io/pod-deletion-cost: among equals the cheapest goes first
     busy: float | None = None  # requests that it runs; None: unknown
-    serving: bool = False
-    """The routers are told to use it."""
+    serving: bool = False  # the routers are told to use it
     told: bool = False  # they are told of it: it serves, is held, or is absent
     flipping: Role | None = None
-    """The role that it was told to take; `role` is the one that it still has."""
+    """The role that it was told to take; `role` is the one that it still has by its label. Its own: it is told that once more."""
     flip_since: float = 0.0
-    flipped: bool = False
-    """It once had the other role: its times say nothing of a cold start."""
-    drain_s: float = 30.0
-    """Longest time that it may take for its streams and leases."""
+    flipped: bool = False  # it once had the other role: its times say nothing of a cold start
+    astray: str = ""  # why it is not believed to have the role of its label, in words (`astray.py`)
+    righted: bool = False  # it was so once, and was told its role
+    drain_s: float = 30.0  # longest time that it may take for its streams and leases
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +241,7 @@ class TierTelemetry:
     """By pod name: requests that the worker runs; one that could not be read is absent."""
     idle: dict[str, float] = field(default_factory=dict)
     """By pod name: when it was read, of workers that then ran nothing and had no lease open."""
+    astray: dict[str, Role] = field(default_factory=dict)  # by pod name: the role that agents say, where it is not their pod's
     demand: Demand | None = None
     """Of the whole fleet, whichever tier its requests go to; None when no router could be read."""
     pairs: tuple[tuple[str, str], ...] = ()  # (prefill, decode) names: between these KV fails again and again, routers say
@@ -345,10 +344,10 @@ class Template:
     gpus: tuple[int, int] = (0, 0)
     nodes: tuple[int, int] = (1, 1)
     """Of one prefill and of one decode worker: devices, all of its nodes together, and pods."""
-    number: int = 0
-    """Place in the history, growing."""
+    number: int = 0  # place in the history, growing
     flippable: bool = False  # a worker of one role can become one of the other in place: equal pods apart from the role
     starts_anew: bool = False  # its engine is started once more for that
+    price: float | None = None  # of one device for an hour, when it was stored; None: nobody said one
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,7 +449,7 @@ class FlipWanted:
 
 @dataclass(frozen=True, slots=True)
 class Relabel:
-    """A worker whose new role is proven: its pod moves to the pool of that role."""
+    """A worker whose new role is proven: its pod moves to the pool of that role. `again`: it is the pool that it was in."""
 
     name: str
     uid: str
@@ -460,6 +459,7 @@ class Relabel:
     at: float
     took_s: float
     proof: str
+    again: bool = False
 
 
 TargetState = Literal["serving", "held", "draining", "absent"]

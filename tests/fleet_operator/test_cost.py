@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from fleet_operator.cluster.interface import FLEET, POD, POOL
+from fleet_operator.cluster.interface import CONTROLLER_REVISION, FLEET, POD, POOL
+from fleet_operator.names import TIER
 from fleet_operator.recorder import cost_of
+from fleet_operator.render.revision import observe_revisions
 from tests.fleet_operator.world import NAMESPACE, World, manifest
 
 GPU = {"name": "t", "accelerator": {"type": "h100", "count": 2}, "decode": {"maxReplicas": 4}}
@@ -43,6 +45,73 @@ def test_money_bounds_what_load_gets_and_no_price_restarts_a_pod():
         assert await world.workers() == {"prefill": 1, "decode": 3}
         assert world.operator.cost_per_hour() == 32.8
         assert await world.touch() == []
+
+    asyncio.run(scenario())
+
+
+def priced(name: str, price: float) -> dict[str, Any]:
+    return {"name": name, "accelerator": {"type": "h100"}, "cost": {"perGpuHour": price}}
+
+
+async def revisions(world: World) -> dict[str, Any]:
+    """Stored prices by tier."""
+    found = await world.store.list(CONTROLLER_REVISION, NAMESPACE)
+    return {one["metadata"]["labels"][TIER]: one["data"].get("perGpuHour", "none") for one in found}
+
+
+def test_a_tier_that_is_renamed_costs_what_it_did_until_its_workers_are_gone():
+    """Its price left the spec with it: the status said no sum, and the budget took its devices for as dear as the new ones."""
+
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply(manifest(engine={"type": "vllm"}, tiers=[priced("old", 8)], scaling={"mode": "manual"}))
+        await world.settle()
+        assert await revisions(world) == {"old": 8}
+        workers = len(await world.store.list(POD, NAMESPACE, {TIER: "old"}))
+        await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"tiers": [priced("new", 1)]}})
+        costs = []
+        for _ in range(9):
+            await world.step()
+            costs.append((await world.store.get(FLEET, NAMESPACE, "f"))["status"].get("costPerHour"))
+        assert None not in costs
+        assert max(costs) == 8 * workers + workers, "both are there"
+        assert costs[-1] == workers
+        assert await revisions(world) == {"new": 1}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("stored", "found"),
+    [
+        pytest.param(8, 8.0, id="known"),
+        pytest.param(0, 0.0, id="nothing"),
+        pytest.param(None, None, id="of-an-older-operator"),
+        pytest.param("8", None, id="text"),
+        pytest.param(True, None, id="no-number"),
+        pytest.param(-1, None, id="less-than-nothing"),
+    ],
+)
+def test_a_price_is_stored_with_a_new_revision_and_never_written_again(stored: Any, found: float | None):
+    """An operator that is new, and a price that is edited, write to no revision; what is no price there is none."""
+
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply(manifest(engine={"type": "vllm"}, tiers=[priced("t", 8)], scaling={"mode": "manual"}))
+        await world.settle()
+        (revision,) = await world.store.list(CONTROLLER_REVISION, NAMESPACE)
+        data = {name: value for name, value in revision["data"].items() if name != "perGpuHour"}
+        data |= {"perGpuHour": stored} if stored is not None else {}
+        meta = {key: revision["metadata"][key] for key in ("name", "namespace", "labels", "annotations", "ownerReferences")}
+        await world.user.delete(CONTROLLER_REVISION, NAMESPACE, meta["name"])
+        await world.user.create({**revision, "metadata": meta, "data": data})
+        world.operator = world.new_operator()
+        assert await world.touch() == []
+        await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"tiers": [priced("t", 9)]}})
+        await world.settle()
+        (after,) = await world.store.list(CONTROLLER_REVISION, NAMESPACE)
+        assert after["data"] == data
+        assert [template.price for template in observe_revisions([after])["t"].values()] == [found]
 
     asyncio.run(scenario())
 

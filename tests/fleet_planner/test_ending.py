@@ -120,6 +120,7 @@ def test_decode_stays_while_prefill_has_something_to_hand_over():
     [
         pytest.param(worker(P, terminating=True, ready=False, drain_s=60.0), id="going-since-before-the-deletion"),
         pytest.param(worker(P, flipping="decode"), id="on-its-way-to-the-other-role"),
+        pytest.param(worker(P, flipping="prefill"), id="told-its-own-role-again"),
     ],
 )
 def test_decode_stays_while_a_prefill_worker_that_does_not_count_any_more_has_something_to_hand_over(

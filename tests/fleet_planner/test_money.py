@@ -18,7 +18,7 @@ from fleet_planner.capacity import fit_budget, least_devices
 from fleet_planner.money import Purse, exact, said
 from fleet_planner.ratio import bounds_of
 from fleet_planner.reconcile import Plan, reconcile
-from fleet_planner.types import Observed, Template
+from fleet_planner.types import Observed, Role, Template
 from tests.fleet_planner.test_reconcile import NOW, carry_out, pod
 
 REVISION = "aaaaaaaa"
@@ -223,20 +223,52 @@ def test_a_cost_that_is_not_known_in_full_is_none():
     assert cost(fleet(priced("a", 4), priced("b", 1)), replace(observed, pods=left)) == (None, [4.0, 1.0])
     cpu = replace(observed, stored={**observed.stored, "gone": {REVISION: Template(REVISION, "c")}}, pods=left)
     assert cost(fleet(priced("a", 4), priced("b", 1)), cpu)[0] == 5.0, "what has no device costs nothing"
+    remembered = remembering(replace(observed, pods=left), "gone", 8.0)
+    assert cost(fleet(priced("a", 4), priced("b", 1)), remembered)[0] == 13.0, "what it cost when it was stored"
+    free = remembering(replace(observed, pods=left), "gone", 0.0)
+    assert cost(fleet(priced("a", 4), priced("b", 1)), free)[0] == 5.0, "nothing is known, too"
+    spec_says_none = remembering(replace(observed, pods=workers), "b", 8.0)
+    assert cost(fleet(priced("a", 4), {"name": "b"}), spec_says_none)[0] is None, "the spec's word counts for its own tiers"
 
 
-def test_workers_of_a_tier_that_left_the_spec_count_at_the_dearest_price():
-    """Theirs is not known any more."""
-    wish = fleet(priced("a", 1.0, 2, 4), priced("b", 4.0), budget={"perHour": 30}, mode="manual")
+def remembering(observed: Observed, tier: str, price: float) -> Observed:
+    """With a price that was stored with the tier's revision."""
+    priced = {REVISION: replace(observed.stored[tier][REVISION], price=price)}
+    return replace(observed, stored={**observed.stored, tier: priced})
+
+
+@pytest.mark.parametrize(
+    ("price", "budget", "expected"),
+    [
+        pytest.param(None, 30, {"a": (2, 4), "b": (1, 2)}, id="not-known-is-the-dearest"),
+        pytest.param(None, 23, {"a": (1, 2), "b": (1, 1)}, id="not-known-and-less-money"),
+        pytest.param(4.01, 30, {"a": (2, 4), "b": (1, 1)}, id="more-than-the-dearest-of-those-that-stay"),
+        pytest.param(8.0, 33, {"a": (1, 1), "b": (1, 1)}, id="much-more"),
+        pytest.param(0.5, 23, {"a": (2, 4), "b": (1, 2)}, id="less-than-the-dearest"),
+        pytest.param(0.0, 18, {"a": (2, 4), "b": (1, 2)}, id="nothing-is-no-unknown-price"),
+        pytest.param(0.0, 17, {"a": (2, 4), "b": (1, 1)}, id="and-no-more-than-that"),
+    ],
+)
+def test_workers_of_a_tier_that_left_the_spec_count_at_their_price_or_else_at_the_dearest(
+    price: float | None, budget: float, expected: dict[str, tuple[int, int]]
+):
+    """Theirs went with the tier: one that was dearer than all others counted as the dearest of these, and more was spent."""
+    wish = fleet(priced("a", 1.0, 2, 4), priced("b", 4.0), budget={"perHour": budget}, mode="manual")
     gone = seen("a", "b", "t")
     old = tuple(pod(f"o{n}", role, n, tier="t", serving=True) for n, role in enumerate(("prefill", "decode", "decode")))
-    templates = {name: gone.templates[name] for name in ("a", "b")}
-    plan = reconcile(wish, replace(gone, templates=templates, pods=old), NOW)
-    assert sizes(plan) == {"a": (2, 4), "b": (1, 2)}
-    tight = wish.model_copy(
-        update={"spec": fleet(priced("a", 1.0, 2, 4), priced("b", 4.0), budget={"perHour": 23}, mode="manual").spec}
-    )
-    assert sizes(reconcile(tight, replace(gone, templates=templates, pods=old), NOW)) == {"a": (1, 2), "b": (1, 1)}
+    gone = replace(gone, templates={name: gone.templates[name] for name in ("a", "b")}, pods=old)
+    plan = reconcile(wish, gone if price is None else remembering(gone, "t", price), NOW)
+    assert sizes(plan) == expected
+
+
+def test_a_price_of_long_ago_takes_nobody_away_who_is_there():
+    wish = fleet(priced("a", 1.0, 2, 4), budget={"perHour": 12}, mode="manual")
+    gone = seen("a", "t")
+    roles: tuple[Role, ...] = ("prefill", "decode", "decode")
+    old = tuple(pod(f"o{n}", role, n, tier="t", serving=True) for n, role in enumerate(roles))
+    mine = tuple(pod(f"a{n}", role, n, tier="a", serving=True) for n, role in enumerate((*roles, *roles)))
+    gone = replace(gone, templates={"a": gone.templates["a"]}, pods=(*old, *mine))
+    assert sizes(reconcile(wish, remembering(gone, "t", 100.0), NOW)) == {"a": (2, 4)}
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "ProgressDeadlineExceeded": ("RollingOut", "False", "Warning", "Warning"),
     "Queued": ("CapacityLimited", "True", "Normal", "Normal"),
     "QuotaExceeded": ("CapacityLimited", "True", "Warning", "Warning"),
+    "RoleMismatch": ("WithinRatio", "True", "Warning", "Warning"),
     "RolledBack": ("RollingOut", "False", "Warning", "Warning"),
     "RouterStarting": ("Available", "False", "", "Warning"),
     "Serving": ("Available", "True", "", ""),

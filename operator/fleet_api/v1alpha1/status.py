@@ -142,7 +142,7 @@ class FleetStatus(ApiModel):
     cost_per_hour: Cost | None = Field(
         default=None,
         description="What all devices that the workers hold cost now, an hour; absent while that of some of them is unknown: its "
-        "tier has no cost.perGpuHour, or left the spec.",
+        "tier has no cost.perGpuHour, or left the spec with none.",
     )
     adapters: tuple[AdapterStatus, ...] = Field(default=(), description="Each adapter of the spec.")
     conditions: tuple[Condition, ...] = Field(default=(), description="What was observed.")

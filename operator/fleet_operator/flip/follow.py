@@ -1,4 +1,5 @@
-"""Follows the workers that change their role: tells them, hears what they say, has their new role proven.
+"""Follows the workers that change their role: tells them, hears what they say, has their new role proven. Asks those of whom it
+is doubtful which one they have.
 
 Every look starts from what is observed; nothing that is kept between looks is needed, but a proof that was given is not asked
 again while the worker says that it serves in that role.
@@ -7,7 +8,7 @@ again while the worker says that it serves in that role.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
@@ -29,6 +30,8 @@ Reports = Mapping[str, FlipReport]
 NEVER = frozenset({400, 404, 405, 409})
 """Answers to POST /role that another try does not change; 409 only with one of the reasons below."""
 FOR_GOOD = frozenset({"Draining", "Failed", "EngineKeepsRole"})
+AT_ONCE = 32
+"""Doubtful workers that are asked at the same time; of those that change their role there is one in a tier."""
 
 
 class FlipFollower:
@@ -38,14 +41,24 @@ class FlipFollower:
         self._connect = connect
 
     async def follow(
-        self, fleet: InferenceFleet, pods: Sequence[ObservedPod], live: Live, known: Reports
+        self, fleet: InferenceFleet, pods: Sequence[ObservedPod], live: Live, known: Reports, doubtful: Collection[str] = ()
     ) -> dict[str, FlipReport]:
-        """What is known now of every worker that is told another role. `pods`: all workers of a fleet; `live`: their objects."""
-        moving = [pod for pod in pods if pod.flipping not in (None, pod.role) and not pod.terminating and pod.ip is not None]
+        """What is known now of every worker that is told a role, and of those of the `doubtful` uids. `pods`: all workers of a
+        fleet; `live`: their objects."""
+        there = [pod for pod in pods if not pod.terminating and pod.ip is not None]
+        moving = [pod for pod in there if pod.flipping is not None]
+        asked = [pod for pod in there if pod.flipping is None and pod.uid in doubtful]
+        slots = asyncio.Semaphore(AT_ONCE)
         async with self._connect() as ask:
-            looks = (self._look(ask, fleet, pod, pods, live, known.get(pod.uid, FlipReport())) for pod in moving)
-            found = await asyncio.gather(*looks)
-        return {pod.uid: report for pod, report in zip(moving, found, strict=True)}
+            looks = [self._look(ask, fleet, pod, pods, live, known.get(pod.uid, FlipReport())) for pod in moving]
+            found = await asyncio.gather(*looks, *(self._hear(ask, pod, live, known, slots) for pod in asked))
+        return {pod.uid: report for pod, report in zip([*moving, *asked], found, strict=True) if report is not None}
+
+    async def _hear(self, ask: Ask, pod: ObservedPod, live: Live, known: Reports, slots: asyncio.Semaphore) -> FlipReport | None:
+        """Which role it says that it has; one that does not answer says what it said before, if anything."""
+        async with slots:
+            state = state_of(await ask(f"{base(pod, live, 'agent')}/state", within_s=AGENT_S))
+        return FlipReport(state.role, state.phase) if state is not None else known.get(pod.uid)
 
     async def _look(
         self, ask: Ask, fleet: InferenceFleet, pod: ObservedPod, pods: Sequence[ObservedPod], live: Live, before: FlipReport

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from types import MappingProxyType
@@ -91,7 +92,9 @@ def template_of(
     prefill, decode = (device[1] if (device := tier.device_request(role)) is not None else 0 for role in ROLES)
     number = 1 + max((template.number for template in stored.values()), default=0)
     nodes = tier.nodes_of("prefill"), tier.nodes_of("decode")
-    template = Template(revision, compat_of(fleet, tier, platform), gpus=(prefill, decode), nodes=nodes, number=number)
+    price = tier.cost.per_gpu_hour if tier.cost is not None else None
+    compat = compat_of(fleet, tier, platform)
+    template = Template(revision, compat, gpus=(prefill, decode), nodes=nodes, number=number, price=price)
     if not _flippable(fleet, tier, template, platform):
         return template
     return replace(template, flippable=True, starts_anew=STARTED_ANEW[fleet.spec.engine.type])
@@ -160,6 +163,7 @@ def render_revision(fleet: InferenceFleet, tier: TierSpec, template: Template, p
             "nodes": list(template.nodes),
             "flippable": template.flippable,
             **({"startsAnew": True} if template.starts_anew else {}),
+            **({"perGpuHour": template.price} if template.price is not None else {}),
             "pods": {role: pod_spec(fleet, tier, role, template, platform) for role in ROLES},
             "inputs": revision_inputs(fleet, tier),
             **_fabric_of(tier),
@@ -188,9 +192,17 @@ def observe_revisions(objects: Iterable[Object]) -> dict[str, dict[str, Template
             template = Template(
                 at[1], data["compat"], tuple(data["gpus"]), tuple(data["nodes"]), int(obj.get("revision", 0)),
                 data.get("flippable") is True, data.get("startsAnew") is True,  # workers of older operators cannot
+                _price(data.get("perGpuHour")),  # nor did they keep one
             )  # fmt: skip
             found.setdefault(at[0], {})[at[1]] = template
     return found
+
+
+def _price(told: object) -> float | None:
+    """None where it is none: somebody may have made that object."""
+    if isinstance(told, bool) or not isinstance(told, int | float):
+        return None
+    return float(told) if 0 <= told < math.inf else None
 
 
 def place_of(stored: Object) -> tuple[str, str] | None:

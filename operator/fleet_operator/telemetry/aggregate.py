@@ -9,6 +9,7 @@ from statistics import median
 from fleet_operator.telemetry.kvwatch import KvWatch, watched
 from fleet_operator.telemetry.meter import COUNT_LIMIT, Counts
 from fleet_operator.telemetry.parse import Sample, buckets, quantile, total
+from fleet_planner.flip import other
 from fleet_planner.types import Demand, KvProof, RevisionLoad, Role, RoleLoad, TierTelemetry, TransportSeen
 
 TTFT = "fleet_router_ttft_seconds"
@@ -31,6 +32,8 @@ TRANSPORT = "fleet_agent_transport_info"
 GBPS = "fleet_agent_probe_gbps"
 MEMLOCK = "fleet_agent_memlock_bytes"
 STARTED = "fleet_agent_engine_start_seconds"
+ROLE_SAID = "fleet_agent_role_epoch"
+"""Agents: its label is the role that they have."""
 PAIR = "fleet_router_pair_failing"
 """Routers: 1 for two workers between which KV fails again and again."""
 MANY_ROUTERS = 3
@@ -41,7 +44,7 @@ HELD = "fleet_router_held"
 ARRIVALS = "fleet_router_arrivals_total"
 METRICS = frozenset(
     {f"{TTFT}_bucket", f"{ITL}_bucket", SENT, REQUESTS, ERRORS, RUNNING, WAITING, TRANSFERS, BLOCKS, BYTES, FAILED, HANDED}
-    | {TRANSPORT, GBPS, MEMLOCK, HELD, ARRIVALS, LATE, LEASES, PAIR, MOVED, STARTED}
+    | {TRANSPORT, GBPS, MEMLOCK, HELD, ARRIVALS, LATE, LEASES, PAIR, MOVED, STARTED, ROLE_SAID}
 )
 """Every metric that anything here reads."""
 UNWATCHED = KvWatch()
@@ -94,6 +97,7 @@ def tier_telemetry(
         engine_start_s=_engine_start_s(mine),
         idle={worker.pod: worker.reading.read_at for worker in mine if worker.reading is not None and _is_idle(worker)},
         busy={worker.pod: held for worker in mine if (held := _held(worker)) is not None},
+        astray=_astray(mine),
         demand=_demand(routers),
         pairs=pairs,
         moved=_pairs(MOVED, tier, mine, routers),
@@ -218,6 +222,16 @@ def _engine_start_s(workers: list[WorkerReading]) -> float | None:
 
 def _is_idle(worker: WorkerReading) -> bool:
     return _held(worker) == 0 and _count(worker.reading, LEASES) == 0
+
+
+def _astray(workers: list[WorkerReading]) -> dict[str, Role]:
+    """What agents say that is not what their pods' labels say. One that says nothing, or several roles at once, says nothing."""
+    found: dict[str, Role] = {}
+    for worker in workers:
+        told = {one.labels.get("role") for one in worker.reading.samples if one.name == ROLE_SAID} if worker.reading else set()
+        if told == {other(worker.role)}:
+            found[worker.pod] = other(worker.role)
+    return found
 
 
 def _sum(values: list[float | None]) -> float | None:

@@ -111,6 +111,32 @@ def test_counters_that_cannot_be_are_no_proof(text: str):
     assert tier_telemetry("t", [reading], [], [], NOW).kv is None
 
 
+def says(role: Role, *lines: str, tier: str = "t") -> WorkerReading:
+    """A worker by its label, and what its agent exposes."""
+    return WorkerReading(tier, role, Reading(parse_text("\n".join(lines)), NOW), f"{tier}-{role}")
+
+
+PREFILL, DECODE = (f'fleet_agent_role_epoch{{role="{role}"}} 1' for role in ("prefill", "decode"))
+
+
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [
+        pytest.param([says("decode", PREFILL), says("prefill", PREFILL)], {"t-decode": "prefill"}, id="one-of-two"),
+        pytest.param([says("prefill", DECODE)], {"t-prefill": "decode"}, id="the-other-way"),
+        pytest.param([says("decode", DECODE)], {}, id="its-own"),
+        pytest.param([says("decode", "fleet_agent_ready 1")], {}, id="an-agent-that-says-none"),
+        pytest.param([says("decode", "fleet_agent_role_epoch 1")], {}, id="no-label"),
+        pytest.param([says("decode", 'fleet_agent_role_epoch{role="x"} 1')], {}, id="a-role-that-nobody-knows"),
+        pytest.param([says("decode", PREFILL, DECODE)], {}, id="both"),
+        pytest.param([WorkerReading("t", "decode", None, "t-decode")], {}, id="unreadable"),
+        pytest.param([says("decode", PREFILL, tier="u")], {}, id="of-another-tier"),
+    ],
+)
+def test_what_agents_say_that_their_pods_labels_do_not(workers: list[WorkerReading], expected: dict[str, Role]):
+    assert tier_telemetry("t", workers, [], [], NOW).astray == expected
+
+
 def test_every_metric_that_is_read_is_asked_for():
     """Prometheus returns only what METRICS names."""
     text = Path(aggregate.__file__).read_text()

@@ -22,6 +22,7 @@ from tests.fleet_operator.world import NAMESPACE, World, manifest
 WORKER = {
     of.RUNNING: 1.0, of.WAITING: 0.0, of.LEASES: 0.0, of.FAILED: 0.0, of.LATE: 0.0, of.BYTES: 900.0, of.TRANSFERS: 9.0,
     of.BLOCKS: 9.0, of.TRANSPORT + '{transport="tcp"}': 1.0, of.GBPS: 10.0, of.MEMLOCK: 1e9, of.STARTED: 30.0,
+    of.ROLE_SAID + '{role="OWN"}': 0.0,
 }  # fmt: skip
 OF_REVISION = '{tier="t",revision="REVISION"}'
 ROUTER = {
@@ -63,8 +64,9 @@ class Sources:
     def read(self, pods: list[dict[str, Any]], now: float, key: str = "", lie: str = "") -> TierTelemetry:
         revision = pods[0]["metadata"]["labels"][REVISION] if pods else "none"
         worker, router = (exposition(one, len(self.routers), key, lie) for one in (WORKER, ROUTER))
-        told = of.Reading(parse_text(worker), now)
-        workers = [of.WorkerReading("t", pod["metadata"]["labels"][ROLE], told, pod["metadata"]["name"]) for pod in pods]
+        told = {role: of.Reading(parse_text(worker.replace("OWN", role)), now) for role in ROLES}
+        roles = [(pod["metadata"]["labels"][ROLE], pod["metadata"]["name"]) for pod in pods]
+        workers = [of.WorkerReading("t", role, told[role], name) for role, name in roles]
         self.routers.append(of.Reading(parse_text(router.replace("REVISION", revision)), now))
         latest, earlier = self.routers[-1], self.routers[max(0, len(self.routers) - 10)]
         self.watch = of.watch_tier("t", self.watch, workers, {"r": latest})
