@@ -260,7 +260,8 @@ def _rests(tier: TierStatus) -> bool:
 
 
 def _within_ratio(views: Sequence[TierView], tiers: Sequence[TierStatus]) -> Verdict:
-    astray = "; ".join(words for view in views if (words := _astray(view)))
+    excused = "; ".join(words for view in views if (words := _excused(view)))
+    astray = "; ".join([excused] * bool(excused) + [words for view in views if (words := _astray(view))])
     beside = f"; {astray}" if astray else ""
     for view, status in zip(views, tiers, strict=True):
         prefill, decode, ratio = status.prefill.serving, status.decode.serving, view.tier.ratio
@@ -275,7 +276,7 @@ def _within_ratio(views: Sequence[TierView], tiers: Sequence[TierStatus]) -> Ver
                 f"tier {view.tier.name} serves {prefill}:{decode}, allowed is {ratio.min} to {ratio.max}{beside}",
             )
     if astray:
-        return "True", "RoleMismatch", astray
+        return "True", "AgentsSuspected" if excused else "RoleMismatch", astray
     both = [(view.tier, view.decision.disputed) for view in views if view.decision.disputed is not None]
     disputes = [f"tier {tier.name}: {dispute_words(said, project(*said, bounds_of(tier)))}" for tier, said in both]
     if disputes:
@@ -287,6 +288,14 @@ def _astray(view: TierView) -> str:
     """Workers that say another role than their label and do not serve, in words; empty when there are none."""
     pods = [worker.leader for worker in view.workers if worker.leader.astray and worker.alive]
     return f"tier {view.tier.name}: out of service: {grouped(pods, lambda pod: pod.astray)}" if pods else ""
+
+
+def _excused(view: TierView) -> str:
+    """Workers that say so, too many at once, in words; empty when there are none."""
+    pods = [worker.leader for worker in view.workers if worker.leader.excused and worker.alive]
+    what = "it must be what they have in common, their image or their agent: they serve on, none is told its role or replaced, "
+    what += "and no rollout to their revision goes on"
+    return f"tier {view.tier.name}: {grouped(pods, lambda pod: pod.excused)}; {what}" if pods else ""
 
 
 def _telemetry(fleet: InferenceFleet, observed: Observed, now: float) -> Verdict:

@@ -56,8 +56,8 @@ def role_of(pod: dict[str, Any]) -> str:
 Scenario = Callable[[World, Agents, list[dict[str, Any]]], Awaitable[None]]
 
 
-def play(scenario: Scenario, does: str = "obeys") -> None:
-    """One prefill and three decode workers that serve, with the decode workers' pods."""
+def play(scenario: Scenario, does: str = "obeys", size: tuple[int, int] = (1, 3)) -> None:
+    """So many prefill and decode workers that serve, with the decode workers' pods."""
 
     async def whole() -> None:
         world, agents = World(), Agents(does)
@@ -68,7 +68,7 @@ def play(scenario: Scenario, does: str = "obeys") -> None:
         world.collect = collect  # type: ignore[method-assign]
         world.flips = FlipFollower(agents.connect)
         world.operator = world.new_operator()
-        await resize(world, 1, 3)
+        await resize(world, *size)
         await world.settle()
         found = sorted((await pods(world)).values(), key=lambda pod: str(pod["metadata"]["name"]))
         for pod in found:
@@ -171,10 +171,61 @@ def test_several_are_told_one_after_the_other_and_none_of_them_serves_meanwhile(
             await world.step()
             await flipping(world)  # asserts that it is one at most
         await finish(world)
-        assert [agent_of(agents, pod).asked for pod in decodes] == [["decode"], ["decode"], []]
+        assert [agent_of(agents, pod).asked for pod in decodes] == [["decode"], ["decode"], *[[] for _ in decodes[2:]]]
         assert set((await states(world)).values()) == {"serving"}
 
-    play(scenario)
+    play(scenario, size=(3, 8))
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["at-once", "one-is-heard-before-the-others"])
+def test_where_all_agents_of_a_role_say_another_one_all_serve_on_and_none_is_replaced(first: int):
+    """A bad image. One after the other was told in vain, deleted and made again, and none of them served."""
+
+    async def scenario(world: World, agents: Agents, decodes: list[dict[str, Any]]) -> None:
+        before = (await pods(world)).keys()
+        for pod in decodes[:first]:
+            agent_of(agents, pod).role = "prefill"
+            await until(world, lambda: is_told(world))
+        for pod in decodes:
+            agent_of(agents, pod).role = "prefill"
+        for second in range(700):
+            if second == 300:
+                world.operator = world.new_operator()
+            await world.step()
+            serving = list((await states(world)).values()).count("serving")
+            assert serving == 4 or second < 10 * first, second
+        assert (await pods(world)).keys() == before
+        assert await flipping(world) is None
+        found = await world.condition("WithinRatio")
+        assert (found["reason"], "3 of 3 say so at once" in found["message"]) == ("AgentsSuspected", True)
+        for pod in decodes:
+            agent_of(agents, pod).role = "decode"
+        await finish(world)
+        assert (await world.condition("WithinRatio"))["reason"] == "InRatio"
+
+    play(scenario, "hangs")
+
+
+@pytest.mark.parametrize("does", ["hangs", "keeps"])
+def test_the_only_one_of_its_role_is_replaced_once_and_then_serves_on_whatever_its_agent_says(does: str):
+    async def scenario(world: World, agents: Agents, decodes: list[dict[str, Any]]) -> None:
+        seen, out = set[str](), 0
+        for second in range(1_500):
+            if second in (400, 800):
+                world.operator = world.new_operator()
+            found = {pod["metadata"]["uid"]: pod for pod in (await pods(world)).values() if role_of(pod) == "decode"}
+            for pod in found.values():
+                if (address := (pod.get("status") or {}).get("podIP")) and pod["metadata"]["uid"] not in seen:
+                    agents.known[address] = Worker(role="prefill")
+                    seen.add(pod["metadata"]["uid"])
+            await world.step()
+            out += "serving" not in [state for uid, state in (await states(world)).items() if uid in found]
+        assert len(seen) == 2
+        assert out < 90, "while it had its time, and while the other one started"
+        assert (await world.condition("WithinRatio"))["reason"] == "AgentsSuspected"
+        assert len(told(await world.events(), "FlipFailed")) == 1
+
+    play(scenario, does, size=(1, 1))
 
 
 def test_one_that_loses_its_role_once_more_is_replaced():
