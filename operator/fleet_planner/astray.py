@@ -48,7 +48,7 @@ def doubtful(observed: Observed) -> frozenset[str]:
 
 
 def strayed(fleet: InferenceFleet, observed: Observed) -> Observed:
-    """Those that are astray as workers that are not ready, with the reason in words; excused ones as before, and as told nothing."""
+    """Those that are astray as workers that are not ready, with the reason in words; excused ones as told nothing."""
     if not observed.flips and all([pod.flipping != pod.role for pod in observed.pods]):
         return observed
     found = {pod.uid: words for pod in observed.pods if (words := _words(pod, observed.flips.get(pod.uid)))}

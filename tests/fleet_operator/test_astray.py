@@ -299,6 +299,12 @@ def test_a_flip_of_which_somebody_takes_the_mark_off_the_pod_leaves_no_worker_as
         pytest.param(reply(200, role="prefill", phase="Serving"), None, FlipReport("prefill", "Serving"), id="its-word"),
         pytest.param(reply(200, phase="Serving"), None, None, id="an-agent-that-says-none"),
         pytest.param(reply(404), None, None, id="an-agent-without-a-state"),
+        pytest.param(reply(200, role="router", phase="Serving"), None, None, id="a-role-that-nobody-knows"),
+        pytest.param(Answer(200, b"prefill"), None, None, id="garbage"),
+        pytest.param(reply(200, role="prefill", phase="Serving", uid="uid-v"), None, None, id="another-pod-has-its-address"),
+        pytest.param(
+            reply(200, role="prefill", phase="Serving", uid="uid-w"), None, FlipReport("prefill", "Serving"), id="by-its-uid"
+        ),
         pytest.param(None, None, None, id="silence"),
         pytest.param(None, FlipReport("prefill", "Serving"), FlipReport("prefill", "Serving"), id="silence-takes-no-word-back"),
         pytest.param(
@@ -324,6 +330,56 @@ def test_what_a_doubtful_worker_says_and_nobody_else_is_asked(
 
     workers = [observed_pod(name, "decode", 0, ip=name) for name in ("w", "v")]
     known = {"uid-w": before} if before is not None else {}
-    follow = FlipFollower(connect).follow(parse_fleet(manifest()), workers, {}, known, {"uid-w", "uid-of-one-that-is-gone"})
-    assert asyncio.run(follow) == ({"uid-w": heard} if heard is not None else {})
+    hear = FlipFollower(connect).hear(workers, {}, known, {"uid-w", "uid-of-one-that-is-gone"})
+    assert asyncio.run(hear) == ({"uid-w": heard} if heard is not None else {})
     assert asked == ["http://w:9000/state"]
+
+
+@pytest.mark.parametrize(("uid", "asked"), [("uid-d", ["prefill"]), ("uid-e", []), ("", ["prefill"])])
+def test_no_pod_is_told_the_role_of_another_one_that_had_its_address(uid: str, asked: list[str]):
+    """A node that began anew gives its pods other addresses: what was meant for d changed e, perhaps of another fleet."""
+    workers = Workers()
+    workers.known = {"w": Worker(role="decode", uid=uid)}
+    one = observed_pod("d", "decode", 0, flipping="prefill", ip="w")
+    asyncio.run(FlipFollower(workers.connect).follow(parse_fleet(manifest()), [one], {}, {}))
+    assert workers.at("w").asked == asked
+
+
+def test_a_doubtful_worker_that_does_not_answer_keeps_no_other_from_its_flip():
+    """Hundreds of them, each asked for 2 s, took longer than a flip may."""
+
+    async def scenario(world: World, agents: Agents, decodes: list[dict[str, Any]]) -> None:
+        silent, answers = decodes[2], asyncio.Event()
+        await lead(world)
+        agents.read = {silent["metadata"]["name"]: "prefill"}
+        connect = agents.connect
+
+        @asynccontextmanager
+        async def hanging() -> AsyncIterator[Ask]:
+            async with connect() as ask:
+
+                async def slow(url: str, *more: Any, **named: Any) -> Any:
+                    if silent["status"]["podIP"] in url:
+                        await answers.wait()
+                    return await ask(url, *more, **named)
+
+                yield slow
+
+        world.operator.reader.sources.flips._connect = hanging
+        (state,) = world.operator._states.values()
+        while not state.doubtful:
+            await world.step()
+        waits = asyncio.create_task(world.operator.reader.read_due())
+        await asyncio.sleep(0)
+        assert state.doubting
+        await resize(world, 2, 2)
+        await until(world, lambda: is_told(world))
+        moving = await flipping(world)
+        assert moving is not None
+        await finish(world)
+        assert agent_of(agents, moving).role == "prefill"
+        assert not waits.done()
+        answers.set()
+        await waits
+
+    play(scenario)

@@ -33,6 +33,7 @@ class Worker:
     transfers: int = 0
     asked: list[str] = field(default_factory=list)
     answers: bool = True
+    uid: str = ""
 
     def agent(self, path: str, body: dict[str, Any] | None) -> Answer | None:
         if path == "/role" and body is not None:
@@ -49,7 +50,7 @@ class Worker:
                 self.role = body["role"]
             return reply(202)
         problem = "no first token" if self.does == "breaks" and self.asked else ""
-        return reply(200, role=self.role, phase=self.phase, flip_problem=problem, uid="x")
+        return reply(200, role=self.role, phase=self.phase, flip_problem=problem, uid=self.uid)
 
     def engine(self, path: str, body: dict[str, Any] | None) -> Answer | None:
         if not self.answers:
