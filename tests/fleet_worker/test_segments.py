@@ -6,12 +6,13 @@ import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from fleet_worker.agent.guard import remove
 from fleet_worker.segments import PREFIX, Segments, make, sweep
 
 HOLDER = """
@@ -114,6 +115,58 @@ def test_a_sweeper_that_comes_between_making_and_locking_takes_nothing_that_is_u
     assert (list(tmp_path.iterdir()), len(swept)) == ([made.folder], 1)
     assert made.folder.name not in swept
     made.close()
+
+
+def linked_elsewhere(name: Path, victims: Path) -> None:
+    name.symlink_to(victims, target_is_directory=True)
+
+
+def folder_of_files(name: Path, victims: Path) -> None:
+    victims.rename(name)
+    linked_elsewhere(victims, name)
+
+
+@pytest.mark.parametrize("plant", [linked_elsewhere, folder_of_files])
+@pytest.mark.parametrize("who", ["sweeper", "owner", "guard"])
+def test_what_another_user_puts_in_a_folders_place_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[Path, Path], None], who: str
+):
+    """/dev/shm is everybody's. Once a folder is gone (a sweeper was quicker, somebody cleaned up), its name is free: a link there
+    had us remove the files of whatever it led to, as root all of /etc."""
+    root, victims = tmp_path / "shm", tmp_path / "etc"
+    root.mkdir()
+    victims.mkdir()
+    (victims / "passwd").write_text("root")
+    genuine, owner, planted = fcntl.flock, os.fstat, list[Path]()
+
+    def instead(path: Path) -> None:
+        planted.append(path)
+        remove(str(path))
+        plant(path, victims)
+        theirs = os.stat(path).st_ino if plant is folder_of_files else -1
+
+        def by_owner(found: int) -> os.stat_result:
+            said = owner(found)
+            return os.stat_result([*said[:4], 12_345 if said.st_ino == theirs else said.st_uid, *said[5:10]])
+
+        monkeypatch.setattr(os, "fstat", by_owner)
+
+    def with_an_attacker(*given: int) -> None:
+        if not planted:
+            instead(root / f"{PREFIX}left")
+        genuine(*given)
+
+    if who == "sweeper":
+        (root / f"{PREFIX}left").mkdir()
+        monkeypatch.setattr(fcntl, "flock", with_an_attacker)
+        sweep(root)
+    else:
+        made = make(root)
+        assert made.folder is not None
+        instead(made.folder)
+        made.close() if who == "owner" else remove(str(made.folder))
+    assert (victims / "passwd").read_text() == "root"
+    assert os.path.lexists(planted[0])
 
 
 def test_where_there_is_no_place_ucx_finds_its_own(tmp_path: Path):

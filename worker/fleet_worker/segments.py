@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fleet_worker.agent.guard import remove
+from fleet_worker.agent.guard import FOLDER, is_at, remove
 
 ROOT: Final = Path("/dev/shm")  # noqa: S108 - what POSIX shared memory is on Linux
 PREFIX: Final = "fleet-ucx-"
@@ -72,13 +72,13 @@ def sweep(root: Path = ROOT) -> None:
 def _locked(folder: Path) -> int | None:
     """Its lock, as a descriptor; None when somebody has it, it is gone, or it is not ours to have."""
     try:
-        found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        found = os.open(folder, FOLDER)
     except OSError:
         return None
     with contextlib.suppress(OSError):
         if os.fstat(found).st_uid == os.geteuid():
             fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if folder.exists():  # else a sweeper was quicker
+            if is_at(found, str(folder)):  # else a sweeper was quicker
                 return found
     os.close(found)
     return None

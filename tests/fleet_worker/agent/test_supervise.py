@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fleet_worker.agent import guard
 from fleet_worker.agent.agent import Agent
 from fleet_worker.agent.command import EngineCommand
 from fleet_worker.agent.identity import Identity
@@ -104,6 +105,23 @@ def test_a_child_that_looks_after_no_parent_ends_with_a_killed_agent(tmp_path: P
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(child, signal.SIGKILL)
             os.close(child)
+
+
+@pytest.mark.parametrize(("same", "killed"), [(True, True), (False, False)])
+def test_a_session_is_killed_by_its_number_and_its_beginning(same: bool, killed: bool):
+    """An engine that ended while its agent lives leaves its number to others; killed a day later, that agent's guard ended
+    whatever had it then."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as sleeper:
+        since = guard.started_at(sleeper.pid)
+        try:
+            assert since.isdigit()
+            assert guard.kill_session(sleeper.pid, since if same else str(int(since) - 1)) is killed
+            ended = os.pidfd_open(sleeper.pid)
+            assert bool(select.select([ended], [], [], 5 * killed)[0]) is killed
+            os.close(ended)
+        finally:
+            sleeper.kill()
+    assert guard.started_at(sleeper.pid) == ""
 
 
 def test_an_agent_that_is_pid_1_needs_no_guard(monkeypatch: pytest.MonkeyPatch):
