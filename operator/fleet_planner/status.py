@@ -20,7 +20,7 @@ from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.fabric import disaggregating, transport_verified
 from fleet_planner.gang import workers_of
 from fleet_planner.healing import UNHURT, Healing
-from fleet_planner.money import cost_left, cost_now, devices_of, exact
+from fleet_planner.money import cost_left, cost_now, exact, may_hold
 from fleet_planner.peerkey import peer_key
 from fleet_planner.ratio import bounds_of, project, within
 from fleet_planner.replicas import Replica
@@ -121,7 +121,8 @@ def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> Ti
         )
     ratio = format_ratio(prefill.serving, decode.serving)
     revision, rollout, price = view.plan.revision, view.plan.rollout, view.tier.cost
-    cost = None if price is None else float(cost_now(price.per_gpu_hour, view.workers, observed))
+    costs = None if price is None else cost_now(price.per_gpu_hour, view.workers, observed)
+    cost = None if costs is None else float(costs)
     return TierStatus(
         name=name, prefill=prefill, decode=decode, ratio=ratio, cost_per_hour=cost, revision=revision, rollout=rollout,
         flip=view.plan.flip, kv=kv, zero=view.zero, healing=view.healing.status,
@@ -137,7 +138,7 @@ def _cost(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Observed
     workers = {name: workers_of(observed, name) for name in others}
     mine = [worker for tier in tiers for worker in workers.pop(tier.name, [])]
     left = cost_left([worker for found in workers.values() for worker in found], observed)
-    if left is None or any(devices_of(worker, observed) for worker in mine):
+    if left is None or any(may_hold(worker, observed) for worker in mine):
         return None
     return float(sum(known.values()) + left)
 
