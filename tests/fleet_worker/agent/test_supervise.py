@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -179,6 +180,41 @@ def test_what_an_engine_shared_ends_with_a_killed_agent(tmp_path: Path, monkeypa
     fcntl.flock(held, fcntl.LOCK_EX)
     os.close(held)
     assert not folder.exists()
+
+
+SHARES_MEMORY = f"""
+import os, pathlib, time
+from multiprocessing import resource_tracker, shared_memory
+shared = shared_memory.SharedMemory(create=True, size=1 << 20)
+resource_tracker.unregister(shared._name, "shared_memory")  # which is killed as well where memory ends
+noted = pathlib.Path(os.environ["{FOLDER_ENV}"], "noted")
+while not noted.exists():
+    time.sleep(0.01)
+pathlib.Path(os.environ["OUT"]).write_text(shared.name)
+time.sleep(60)
+"""
+
+
+def test_what_python_shares_between_an_engines_processes_ends_with_a_killed_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As vLLM's do: hundreds of MB, which their last process removes unless it is killed with them."""
+    os.mkfifo(tmp_path / "seen")
+    monkeypatch.setenv("OUT", str(tmp_path / "seen"))
+    monkeypatch.delenv(FOLDER_ENV, raising=False)
+    quick = AGENT.replace("async def main", "import fleet_worker.agent.supervise as own\nown.NOTE_LEAST_S = 0.05\nasync def main")
+    with subprocess.Popen([sys.executable, "-c", quick, "-c", SHARES_MEMORY], stderr=subprocess.DEVNULL) as agent:
+        try:
+            name = (tmp_path / "seen").read_text()
+            assert Path("/dev/shm", name).exists()
+        finally:
+            agent.kill()
+    for _ in range(1_000):
+        if not Path("/dev/shm", name).exists():
+            return
+        time.sleep(0.01)
+    Path("/dev/shm", name).unlink()
+    raise AssertionError("it stayed")
 
 
 def test_nobody_else_sweeps_where_a_guard_has_yet_to(tmp_path: Path):

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import os
 import signal
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ STARTED = 19
 """Place of a process's start in its stat file, behind its name (proc(5))."""
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """How a folder is opened, and nothing else, nor a link to one."""
+NOTED = "noted"
+"""File in there: `INODE NAME` a line."""
 MOST_LOOKS = 100
 """At a folder that is to be empty: one more for each file that somebody who is not dead yet makes meanwhile."""
 
@@ -41,6 +44,15 @@ def kill_session(session: int, since: str = "") -> bool:
     first process began. An engine may have ended long ago: then its number may be somebody else's."""
     if since and started_at(session) not in ("", since):
         return False
+    found = members(session)
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return bool(found)
+
+
+def members(session: int) -> set[int]:
+    """All processes of a session that are not dead yet, and all below them."""
     below: dict[int, list[int]] = {}
     queue = []
     for pid, parent, its_session in _living():
@@ -52,10 +64,7 @@ def kill_session(session: int, since: str = "") -> bool:
         if (pid := queue.pop()) not in found:
             found.add(pid)
             queue += below.get(pid, ())
-    for pid in found:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return bool(found)
+    return found
 
 
 def _living() -> Iterator[tuple[int, int, int]]:
@@ -79,9 +88,26 @@ def remove(folder: str) -> None:
         opened = os.open(folder, FOLDER)
         try:
             if os.fstat(opened).st_uid == os.geteuid():
+                _remove_noted(os.path.dirname(folder), opened)
                 _remove(folder, opened)
         finally:
             os.close(opened)
+
+
+def _remove_noted(root: str, opened: int) -> None:
+    """What the engine had beside its folder (`segments.Segments.note`), where it is still that very file. A name with a way in it
+    is none of a file of `root`."""
+    try:
+        with open(os.open(NOTED, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=opened), encoding="utf-8") as file:
+            noted = [line.rstrip("\n").partition(" ") for line in file]
+    except (OSError, UnicodeDecodeError):
+        return
+    for inode, _, name in noted:
+        path = os.path.join(root, name)
+        with contextlib.suppress(OSError):
+            found = os.lstat(path)
+            if "/" not in name and stat.S_ISREG(found.st_mode) and (found.st_uid, str(found.st_ino)) == (os.geteuid(), inode):
+                os.unlink(path)
 
 
 def _remove(folder: str, opened: int) -> None:

@@ -37,6 +37,8 @@ LOG_S = 1.0
 KILLED_S = 5.0
 """Seconds in which killed processes are gone, as a rule."""
 GROUP_POLL_S = 0.05
+NOTE_LEAST_S, NOTE_MOST_S = 1.0, 16.0
+"""How often it is looked what the engine shares: often while it starts."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -82,6 +84,7 @@ class EngineProcess:
         self._since = ""
         """When it was started, as the kernel says it."""
         self._guard: subprocess.Popen[bytes] | None = None
+        self._noting: asyncio.Task[None] | None = None
         self._shared = Segments()
         """What it shares with other engines."""
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -113,7 +116,16 @@ class EngineProcess:
         if process.stderr is not None and process.stdout is not None:
             self.log.follow(process.stderr)
             self.out.follow(process.stdout)
+        self._noting = asyncio.get_running_loop().create_task(self._note(process.pid))
         return process.pid
+
+    async def _note(self, session: int) -> None:
+        """What it shares is noted while it is there: who is killed with it can tell nobody."""
+        pause_s = NOTE_LEAST_S
+        while not self.exited.done():
+            await asyncio.sleep(pause_s)
+            await asyncio.to_thread(self._shared.note, session)
+            pause_s = min(NOTE_MOST_S, 2 * pause_s)
 
     @property
     def log_dropped(self) -> int:
@@ -145,6 +157,9 @@ class EngineProcess:
         Its last child may be Python's resource tracker, which removes the shared memory that the others left.
         """
         process = self._process
+        if self._noting is not None:
+            self._noting.cancel()
+            await asyncio.wait({self._noting})
         if process is not None:
             if not self.exited.done():
                 process.send_signal(self._command.stop_signal)
