@@ -60,8 +60,9 @@ class Segments:
         root, file = str(self.folder.parent), self.folder / NOTED
         with contextlib.suppress(OSError):
             known = set(file.read_text().splitlines()) if file.exists() else set[str]()
-            found = {line for pid in members(session) for line in _mapped(pid, root)}
-            mine = {line for line in found if line.partition(" ")[2] not in self.others}
+            inodes = {inode for pid in members(session) for inode in _mapped(pid, root)}
+            there = [(one.name, str(one.inode())) for one in os.scandir(root) if one.name.startswith(SHARED)]
+            mine = {f"{inode} {name}" for name, inode in there if inode in inodes and name not in self.others}
             if not mine <= known:
                 (fresh := file.with_suffix(".new")).write_text("".join(f"{line}\n" for line in sorted(known | mine)))
                 fresh.replace(file)
@@ -97,13 +98,13 @@ def sweep(root: Path = ROOT) -> None:
 
 
 def _mapped(pid: int, root: str) -> Iterator[str]:
-    """`INODE NAME` of each file of `root` that this process maps and that Python's multiprocessing made."""
+    """Inodes of the files of `root` that this process maps, whatever their names were then: glibc makes a semaphore under another
+    one, and links it to its own."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
         for line in file:
             fields = line.split(maxsplit=5)
-            folder, _, name = fields[5].rstrip("\n").rpartition("/") if len(fields) == MAPS_FIELDS else ("", "", "")
-            if folder == root and name.startswith(SHARED) and not name.endswith(" (deleted)"):
-                yield f"{fields[4]} {name}"
+            if len(fields) == MAPS_FIELDS and os.path.dirname(fields[5].rstrip("\n")) == root:
+                yield fields[4]
 
 
 def _locked(folder: Path) -> int | None:
