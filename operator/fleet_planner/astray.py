@@ -9,7 +9,7 @@ is as old as its last reading. Its own word then holds until it says otherwise. 
 
 As long as it is astray it does not serve, and routers drain it. It is told its role once more, as a flip is (`flip.py`): when
 routers know, proven by tokens, and deleted when its time is up. One at a time in a tier, and none for a while after one that
-failed. Whoever is astray again afterwards is deleted: it was told once, and need not be told for ever.
+was told in vain (a flip that failed keeps nobody out of service). Whoever is astray again afterwards is deleted: it was told once, and need not be told for ever.
 
 Flips go one by one, so that workers part from their labels one by one. Where many of a role say another one at once, it is what
 they have in common that is wrong, their image or their agent: to take them out would take the role away, and those made in their
@@ -65,7 +65,8 @@ def told_again(settled: Settled, failed: FlipStatus | None, now: float) -> Settl
     marked = [pod for pod in settled.pods if pod.excused and pod.flip_since and _stays(pod)]
     settled = replace(settled, given_back=(*settled.given_back, *(FlipWanted(pod.name, pod.uid, None) for pod in marked)))
     waiting = [pod for pod in settled.pods if pod.astray and pod.flipping is None and _stays(pod)]
-    if not waiting or pauses(failed, now) or any(pod.flipping is not None and _stays(pod) for pod in settled.pods):
+    vain = failed is not None and bool(failed.role) and pauses(failed, now)
+    if not waiting or vain or any(pod.flipping is not None and _stays(pod) for pod in settled.pods):
         return settled
     pod = min(waiting, key=lambda one: one.name)
     if not pod.righted:

@@ -139,7 +139,8 @@ def remember(
 ) -> FlipStatus | None:
     """The last failure, for as long as no flip is tried because of it. That of one that was told its own `role` longer: whether
     the one in its place says the same is known when it has started, and holds as long as any of the tier is `doubted`."""
-    before = max((one for one in known if one is not None), key=lambda one: one.failed_at, default=None)
+    # of two that say the same, the memory's has a role that an older CRD does not keep in the status
+    before = max((one for one in known if one is not None), key=lambda one: (one.failed_at, one.role), default=None)
     fresh = pauses(before, now)
     if failure and not (fresh and before is not None and before.message == failure):
         return FlipStatus(failed_at=rfc3339(now), message=failure, role=role or "")

@@ -469,7 +469,13 @@ def test_a_worker_of_the_name_before_is_asked_by_its_own():
 
     one = observed_pod("d", "decode", 0, flipping="prefill", ip="w", revision="r")
     marks = {"inferencefleet.io/tier": "t", "inferencefleet.io/revision": "r"}
-    data = {"pods": {}, "compat": "c", "gpus": [0, 0], "nodes": [1, 1], "inputs": {"servedName": "old"}}
+    data = {
+        "pods": {"prefill": {}, "decode": {}},
+        "compat": "c",
+        "gpus": [0, 0],
+        "nodes": [1, 1],
+        "inputs": {"servedName": "old"},
+    }
     stored = {("ControllerRevision", "f-t-r"): {"metadata": {"name": "f-t-r", "labels": marks}, "data": data}}
     asyncio.run(FlipFollower(connect).follow(parse_fleet(manifest()), [one], stored, {}))
     assert asked == ["", "old"]

@@ -12,7 +12,7 @@ from fleet_api.v1alpha1.status import FleetStatus, FlipStatus, TierStatus
 from fleet_planner.astray import doubtful
 from fleet_planner.flip import NOTICE_S, PROOF_MOST_S
 from fleet_planner.reconcile import Plan, reconcile
-from fleet_planner.types import FlipReport, FlipWanted, Observed, ObservedPod, Role, Template, TierTelemetry
+from fleet_planner.types import FlipReport, FlipWanted, Observed, ObservedPod, Role, ScaleMemory, Template, TierTelemetry
 from tests.fleet_planner.test_flip import did, seen, wish, workers
 from tests.fleet_planner.test_reconcile import NOW
 
@@ -151,15 +151,18 @@ def test_one_that_is_astray_again_after_it_was_told_is_replaced():
     assert plan.status.tiers[0].flip is not None
 
 
-FAILED = FleetStatus(tiers=(TierStatus(name="t", flip=FlipStatus(failed_at="1970-01-01T00:16:30Z", message="x")),))
-"""Ten seconds before NOW."""
+def failed(role: str, seconds: float = 10.0) -> FleetStatus:
+    """So long ago one was replaced that said another role than `role`, or, without one, changed its own in vain."""
+    flip = FlipStatus(failed_at=rfc3339(NOW - seconds), message="x", role=role)
+    return FleetStatus(tiers=(TierStatus(name="t", flip=flip),))
 
 
 @pytest.mark.parametrize("righted", [False, True])
 @pytest.mark.parametrize(
     ("pods", "size", "status"),
     [
-        pytest.param(workers(1, 3), (1, 3), FAILED, id="one-failed-a-moment-ago"),
+        pytest.param(workers(1, 3), (1, 3), failed("decode"), id="one-was-told-in-vain-a-moment-ago"),
+        pytest.param(workers(1, 3), (1, 3), failed("prefill"), id="one-of-the-other-role"),
         pytest.param(one_as(workers(1, 3), D1, flipping="decode", flip_since=NOW), (1, 3), FleetStatus(), id="another-is-told"),
         pytest.param(one_as(workers(1, 3), D1, flipping="prefill", flip_since=NOW), (2, 2), FleetStatus(), id="another-flips"),
     ],
@@ -272,12 +275,6 @@ def test_nobody_flips_where_agents_are_suspected():
     assert [wanted.role for wanted in plan.create] == ["prefill"]
 
 
-def failed(role: str, seconds: float) -> FleetStatus:
-    """So long ago one was replaced that said another role than `role`, or changed its own in vain."""
-    flip = FlipStatus(failed_at=rfc3339(NOW - seconds), message="x", role=role)
-    return FleetStatus(tiers=(TierStatus(name="t", flip=flip),))
-
-
 @pytest.mark.parametrize(
     ("size", "liars", "status", "out"),
     [
@@ -332,6 +329,20 @@ def test_the_status_says_of_which_role_one_was_replaced():
     flip = reconcile(wish(1, 3), read(one_as(workers(1, 3), D0, righted=True), d0=SAYS_PREFILL), NOW).status.tiers[0].flip
     assert flip is not None
     assert flip.role == "decode"
+
+
+def test_a_flip_that_failed_keeps_nobody_from_being_told_its_own():
+    """It stayed out of service for 10 min because another worker had declined to change its role."""
+    plan = reconcile(wish(1, 3).model_copy(update={"status": failed("")}), read(d0=SAYS_PREFILL), NOW)
+    assert [flip.name for flip in plan.flips] == [D0]
+
+
+def test_the_memory_knows_the_role_that_an_older_crd_does_not_keep():
+    kept, pruned = failed("decode").tiers[0].flip, failed("").tiers[0].flip
+    observed = replace(read(workers(1, 1), d0=SAYS_PREFILL), memory={"t": ScaleMemory(flip=kept)})
+    plan = reconcile(wish(1, 1).model_copy(update={"status": failed("")}), observed, NOW)
+    assert (plan.flips, plan.status.tiers[0].flip) == ((), kept)
+    assert pruned != kept
 
 
 def test_one_that_goes_and_is_not_gone_yet_keeps_no_other_from_being_told():
