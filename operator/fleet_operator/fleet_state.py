@@ -49,6 +49,8 @@ class FleetState:
     doubted_at: float = float("-inf")
     """When they were last asked."""
     following: bool = False
+    doubting: bool = False
+    """Those of whom it is doubtful are being asked: how long they take to answer costs nobody else time."""
     adapters: AdapterMemory = field(default_factory=AdapterMemory)
     known: KnownFleet | None = None
     restless: bool = False

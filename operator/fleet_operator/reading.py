@@ -22,7 +22,7 @@ from fleet_operator.picture import Places, pods_of, router_urls, workers
 from fleet_operator.pool_names import as_named
 from fleet_operator.settings import Platform
 from fleet_operator.work_queue import Key
-from fleet_planner.types import Demand, TierTelemetry
+from fleet_planner.types import Demand, FlipReport, TierTelemetry
 
 LOG = logging.getLogger("fleet.operator")
 LOOK_S = 0.5
@@ -107,26 +107,41 @@ class Reader:
             if not state.reading and not 0 <= now - state.read_at < _interval_s(state.known.fleet, state):
                 state.reading, state.read_at = True, now
                 found.append((key, self._read(key, state.known.fleet, state)))
-            doubts = doubts_due(state, now)
-            if (state.changing or doubts) and not state.following:
-                state.following, state.doubted_at = True, now if doubts else state.doubted_at
-                found.append((key, self._follow(key, state.known.fleet, state, doubts)))
+            if state.changing and not state.following:
+                state.following = True
+                found.append((key, self._follow(key, state.known.fleet, state)))
+            if (doubts := doubts_due(state, now)) and not state.doubting:
+                state.doubting, state.doubted_at = True, now
+                found.append((key, self._doubt(key, state.known.fleet, state, doubts)))
             if state.adapters.due(state.known.fleet, now):
                 found.append((key, self._adapt(key, state.known.fleet, state.adapters)))
         return [_alone(key, reading) for key, reading in found]
 
-    async def _follow(self, key: Key, fleet: InferenceFleet, state: FleetState, doubts: frozenset[str]) -> None:
-        """Tell and hear the workers of one fleet that change their role, and hear those of the `doubts`."""
+    async def _follow(self, key: Key, fleet: InferenceFleet, state: FleetState) -> None:
+        """Tell and hear the workers of one fleet that change their role."""
         try:
             live = self._known.children(key)
             there = workers(fleet, state, live, self._known.places())
-            known = await self.sources.flips.follow(fleet, there, live, state.flips, doubts)
-            known = {uid: said for uid, said in state.flips.items() if uid in state.doubtful} | known
-            if known != state.flips:
-                state.flips = known
-                self._known.touch(key)
+            known = await self.sources.flips.follow(fleet, there, live, state.flips)
+            self._said(key, state, {uid: said for uid, said in state.flips.items() if uid in state.doubtful} | known)
         finally:
             state.following = False
+
+    async def _doubt(self, key: Key, fleet: InferenceFleet, state: FleetState, doubts: frozenset[str]) -> None:
+        """Hear the workers of one fleet of whom it is doubtful which role they have. One that was told a role meanwhile is
+        followed: what it says then stands."""
+        try:
+            live = self._known.children(key)
+            there = workers(fleet, state, live, self._known.places())
+            heard = await self.sources.flips.hear(there, live, state.flips, doubts)
+            self._said(key, state, state.flips | {uid: said for uid, said in heard.items() if uid in state.doubtful})
+        finally:
+            state.doubting = False
+
+    def _said(self, key: Key, state: FleetState, known: dict[str, FlipReport]) -> None:
+        if known != state.flips:
+            state.flips = known
+            self._known.touch(key)
 
     async def _adapt(self, key: Key, fleet: InferenceFleet, memory: AdapterMemory) -> None:
         """Tell and hear the workers of one fleet about their adapters."""

@@ -9,20 +9,31 @@ is as old as its last reading. Its own word then holds until it says otherwise. 
 
 As long as it is astray it does not serve, and routers drain it. It is told its role once more, as a flip is (`flip.py`): when
 routers know, proven by tokens, and deleted when its time is up. One at a time in a tier, and none for a while after one that
-failed. Whoever is astray again afterwards is deleted: it was told once, and need not be told for ever.
+was told in vain (a flip that failed keeps nobody out of service). Whoever is astray again afterwards is deleted: it was told once, and need not be told for ever.
+
+Flips go one by one, so that workers part from their labels one by one. Where many of a role say another one at once, it is what
+they have in common that is wrong, their image or their agent: to take them out would take the role away, and those made in their
+place would say the same. So all of them are excused: they serve on, none is told or deleted, and the status says so. So is the
+only one of its role, when one was replaced for that already.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FlipStatus
-from fleet_planner.flip import Settled
+from fleet_planner.flip import Settled, failures, pauses
 from fleet_planner.replicas import ENDED
-from fleet_planner.types import FlipReport, FlipWanted, Observed, ObservedPod, PodGone
+from fleet_planner.types import FlipReport, FlipWanted, Observed, ObservedPod, PodGone, Role
 
 SERVING = "Serving"
 """The phase of an agent that works in the role that it says: in any other one it is not ready, and may still change."""
+MOST_PERCENT = 25
+"""Of the workers of one role in a tier: so many may be astray at once, and one in any case."""
+Place = tuple[str, Role]
+"""(tier, role by the label)."""
 
 
 def doubtful(observed: Observed) -> frozenset[str]:
@@ -36,21 +47,26 @@ def doubtful(observed: Observed) -> frozenset[str]:
     )
 
 
-def strayed(observed: Observed) -> Observed:
-    """Those that are astray as workers that are not ready, with the reason in words."""
+def strayed(fleet: InferenceFleet, observed: Observed) -> Observed:
+    """Those that are astray as workers that are not ready, with the reason in words; excused ones as told nothing."""
     if not observed.flips and all([pod.flipping != pod.role for pod in observed.pods]):
         return observed
     found = {pod.uid: words for pod in observed.pods if (words := _words(pod, observed.flips.get(pod.uid)))}
     if not found:
         return observed
-    pods = [_not_serving(pod, found[pod.uid]) if pod.uid in found else pod for pod in observed.pods]
+    excused = _excused(fleet, observed)
+    pods = [_judged(pod, found[pod.uid], excused) if pod.uid in found else pod for pod in observed.pods]
     return replace(observed, pods=tuple(pods))
 
 
 def told_again(settled: Settled, failed: FlipStatus | None, now: float) -> Settled:
-    """The next one is told its role, unless one of the tier is on its way or `failed` a moment ago."""
+    """The next one is told its role, unless one of the tier is on its way or `failed` a moment ago. Who was told, and is excused
+    now, is told so."""
+    marked = [pod for pod in settled.pods if pod.excused and pod.flip_since and _stays(pod)]
+    settled = replace(settled, given_back=(*settled.given_back, *(FlipWanted(pod.name, pod.uid, None) for pod in marked)))
     waiting = [pod for pod in settled.pods if pod.astray and pod.flipping is None and _stays(pod)]
-    if not waiting or failed is not None or any(pod.flipping is not None for pod in settled.pods):
+    vain = failed is not None and bool(failed.role) and pauses(failed, now)
+    if not waiting or vain or any(pod.flipping is not None and _stays(pod) for pod in settled.pods):
         return settled
     pod = min(waiting, key=lambda one: one.name)
     if not pod.righted:
@@ -58,7 +74,7 @@ def told_again(settled: Settled, failed: FlipStatus | None, now: float) -> Settl
     why = f"{pod.astray}, again after it was told its role"
     pods = tuple(replace(one, terminating=True) if one.uid == pod.uid else one for one in settled.pods)
     gone = (*settled.gone, PodGone(pod.name, pod.uid, why))
-    return replace(settled, pods=pods, gone=gone, failure=f"{pod.name}: {why}")
+    return replace(settled, pods=pods, gone=gone, failure=f"{pod.name}: {why}", failed_role=pod.role)
 
 
 def _is_astray(pod: ObservedPod, report: FlipReport | None) -> bool:
@@ -71,11 +87,35 @@ def _words(pod: ObservedPod, report: FlipReport | None) -> str:
     if not is_told and not (pod.flipping is None and _is_astray(pod, report)):
         return ""
     says = report.role if report is not None else None
-    known = f"a {pod.role} worker whose agent says {says}" if says not in (None, pod.role) else f"a {pod.role} worker"
-    return f"{known}, and is told its role again" if is_told else known
+    return f"a {pod.role} worker whose agent says {says}" if says not in (None, pod.role) else f"a {pod.role} worker"
 
 
-def _not_serving(pod: ObservedPod, words: str) -> ObservedPod:
+def _excused(fleet: InferenceFleet, observed: Observed) -> Mapping[Place, str]:
+    """Where too many are astray at once, and why that is too many, in words."""
+    heard, astray = dict[Place, int](), dict[Place, int]()
+    for pod in observed.pods:
+        if pod.member > 0 or not _stays(pod) or pod.flipping not in (None, pod.role):
+            continue
+        place, says_so = (pod.tier, pod.role), _is_astray(pod, observed.flips.get(pod.uid))
+        heard[place] = heard.get(place, 0) + (pod.ready or says_so)
+        astray[place] = astray.get(place, 0) + says_so
+    found = {place: _too_many(fleet, observed, place, count, heard[place]) for place, count in astray.items() if count}
+    return {place: words for place, words in found.items() if words}
+
+
+def _too_many(fleet: InferenceFleet, observed: Observed, place: Place, astray: int, heard: int) -> str:
+    """Empty: they are not."""
+    tier, role = place
+    if astray > max(1, MOST_PERCENT * heard // 100):
+        return f"{astray} of {heard} say so at once"
+    replaced = any(one is not None and one.role == role for one in failures(fleet, tier, observed))
+    return "no other one is there, and one was replaced for it already" if astray == heard and replaced else ""
+
+
+def _judged(pod: ObservedPod, words: str, excused: Mapping[Place, str]) -> ObservedPod:
+    if (why := excused.get((pod.tier, pod.role))) is not None:
+        return replace(pod, flipping=None, excused=f"{words}, and {why}")
+    words = words if pod.flipping is None else f"{words}, and is told its role again"
     return replace(pod, ready=False, astray=words, message=pod.message or words)
 
 

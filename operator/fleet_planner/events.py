@@ -24,6 +24,7 @@ DELETION_LATE: Final = "DeletionLate"
 """Reasons of a fleet that was deleted and is kept by our finalizer: it drains; its time is over, and something still ran."""
 SEVERE: Final = frozenset(
     {
+        "AgentsSuspected",
         "BackedOut",
         DELETION_LATE,
         "FabricSuspected",

@@ -22,6 +22,7 @@ from statistics import median
 
 from fleet_api.conditions import rfc3339
 from fleet_api.quantities import Ratio
+from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FlipStatus
 from fleet_planner.ratio import Pair, largest
 from fleet_planner.replicas import ENDED, Replica
@@ -29,6 +30,7 @@ from fleet_planner.types import (
     ROLES,
     FlipReport,
     FlipWanted,
+    Observed,
     ObservedPod,
     PodGone,
     PodWanted,
@@ -52,6 +54,8 @@ ANEW_MOST_S = 3_600.0
 answers, ten minutes for a first token, ten for adapters)."""
 RETRY_S = 600.0
 """No flip in a tier for this long after one that failed."""
+TOLD_KEPT_S = COLD_START_MOST_S + ANEW_MOST_S
+"""So long it is remembered of which role one was replaced that did not take it."""
 
 
 def other(role: Role) -> Role:
@@ -84,6 +88,8 @@ class Settled:
     gone: tuple[PodGone, ...] = ()
     failure: str = ""
     """What went wrong, in words."""
+    failed_role: Role | None = None
+    """Of one that was told its own role and is replaced."""
 
 
 def settle(pods: Iterable[ObservedPod], reports: Mapping[str, FlipReport], now: float, anew_s: float = 0.0) -> Settled:
@@ -105,7 +111,7 @@ def settle(pods: Iterable[ObservedPod], reports: Mapping[str, FlipReport], now: 
         elif moving and (why := report.refused or report.problem or _overdue(pod, report, now, anew_s)):
             why = f"its role was told to it again: {why}" if one.astray else why
             gone = (*found.gone, PodGone(pod.name, pod.uid, f"role flip failed: {why}"))
-            found = replace(found, gone=gone, failure=f"{pod.name}: {why}")
+            found = replace(found, gone=gone, failure=f"{pod.name}: {why}", failed_role=one.role if one.astray else None)
             pod = replace(pod, terminating=True)
         elif moving and report.proof and report.role == pod.role:
             found = replace(found, proven=(*found.proven, (pod, report.proof)))
@@ -122,13 +128,33 @@ def _overdue(pod: ObservedPod, report: FlipReport, now: float, anew_s: float) ->
     return f"not done within {allowed_s:.0f} s: {says}"
 
 
-def remember(known: Iterable[FlipStatus | None], failure: str, now: float) -> FlipStatus | None:
-    """The last failure, for as long as no flip is tried because of it."""
-    before = max((one for one in known if one is not None), key=lambda one: one.failed_at, default=None)
-    fresh = before is not None and now - datetime.fromisoformat(before.failed_at).timestamp() < RETRY_S
+def failures(fleet: InferenceFleet, tier: str, observed: Observed) -> list[FlipStatus | None]:
+    """The last one of a tier, as the status and as the memory has it."""
+    kept = observed.memory.get(tier)
+    return [next((one.flip for one in fleet.status.tiers if one.name == tier), None), kept.flip if kept is not None else None]
+
+
+def remember(
+    known: Iterable[FlipStatus | None], failure: str, now: float, role: Role | None = None, *, doubted: bool = False
+) -> FlipStatus | None:
+    """The last failure, for as long as no flip is tried because of it. That of one that was told its own `role` longer: whether
+    the one in its place says the same is known when it has started, and holds as long as any of the tier is `doubted`."""
+    # of two that say the same, the memory's has a role that an older CRD does not keep in the status
+    before = max((one for one in known if one is not None), key=lambda one: (one.failed_at, one.role), default=None)
+    fresh = pauses(before, now)
     if failure and not (fresh and before is not None and before.message == failure):
-        return FlipStatus(failed_at=rfc3339(now), message=failure)
-    return before if fresh else None
+        return FlipStatus(failed_at=rfc3339(now), message=failure, role=role or "")
+    kept = before is not None and before.role and (doubted or _age_s(before, now) < TOLD_KEPT_S)
+    return before if fresh or kept else None
+
+
+def pauses(failed: FlipStatus | None, now: float) -> bool:
+    """It was so short a while ago that none is tried."""
+    return failed is not None and _age_s(failed, now) < RETRY_S
+
+
+def _age_s(failed: FlipStatus, now: float) -> float:
+    return now - datetime.fromisoformat(failed.failed_at).timestamp()
 
 
 # -- a new flip -------------------------------------------------------------------------------------------------------
@@ -162,7 +188,7 @@ class Waiting:
 
 def choose(draft: Draft, replicas: Sequence[Replica], terms: Terms) -> Replica | None:
     """The worker to be told the other role; None when none should be."""
-    if any(pod.flipping is not None or pod.astray for replica in replicas for pod in replica.pods):
+    if any(pod.flipping is not None or pod.astray or pod.excused for replica in replicas for pod in replica.pods):
         return None
     for role in ROLES:
         if any(wanted.role == role for wanted in draft.create):

@@ -120,9 +120,13 @@ def left_over(fleet: InferenceFleet, workers: Sequence[Replica], observed: Obser
 
 
 def devices_of(worker: Replica, observed: Observed) -> int:
-    """Of its template, which is stored as long as it has pods."""
-    template = _template(worker, observed)
-    return template.gpus[ROLES.index(worker.role)] if template is not None else 0
+    """Of its template, which is stored as long as it has pods. One that somebody deleted says nothing: as many as any worker of
+    its role has."""
+    template, place = _template(worker, observed), ROLES.index(worker.role)
+    if template is not None:
+        return template.gpus[place]
+    known = [*observed.templates.values(), *(one for stored in observed.stored.values() for one in stored.values())]
+    return max((one.gpus[place] for one in known), default=0)
 
 
 def stored_price(worker: Replica, observed: Observed) -> Money | None:
@@ -132,12 +136,17 @@ def stored_price(worker: Replica, observed: Observed) -> Money | None:
 
 
 def _template(worker: Replica, observed: Observed) -> Template | None:
-    return observed.stored.get(worker.leader.tier, {}).get(worker.leader.revision)
+    wanted, pod = observed.templates.get(worker.leader.tier), worker.leader
+    stored = observed.stored.get(pod.tier, {}).get(pod.revision)
+    return wanted if stored is None and wanted is not None and wanted.revision == pod.revision else stored
 
 
-def cost_now(price: float, workers: Sequence[Replica], observed: Observed) -> Money:
-    """What the devices that these workers hold cost an hour: of pods that have a node, whatever they do there."""
-    return sum((_held(worker, observed) for worker in workers), FREE) * exact(price)
+def cost_now(price: float, workers: Sequence[Replica], observed: Observed) -> Money | None:
+    """What the devices that these workers hold cost an hour: of pods that have a node, whatever they do there. None: of one of
+    them nobody knows how many it holds."""
+    held = [_held(worker, observed) for worker in workers]
+    known = [one for one in held if one is not None]
+    return sum(known, FREE) * exact(price) if len(known) == len(held) else None
 
 
 def cost_left(workers: Sequence[Replica], observed: Observed) -> Money | None:
@@ -145,11 +154,21 @@ def cost_left(workers: Sequence[Replica], observed: Observed) -> Money | None:
     found = FREE
     for worker in workers:
         price, held = stored_price(worker, observed), _held(worker, observed)
-        if held and price is None:
+        if held is None or (held and price is None):
             return None
         found += held * (price or FREE)
     return found
 
 
-def _held(worker: Replica, observed: Observed) -> Fraction:
-    return Fraction(devices_of(worker, observed) * worker.placed, worker.size)
+def may_hold(worker: Replica, observed: Observed) -> bool:
+    """Some device, for all that is known."""
+    return _held(worker, observed) != 0
+
+
+def _held(worker: Replica, observed: Observed) -> Fraction | None:
+    """Devices; None: its template is gone, and it has a node."""
+    if not worker.placed:
+        return FREE
+    return (
+        Fraction(devices_of(worker, observed) * worker.placed, worker.size) if _template(worker, observed) is not None else None
+    )

@@ -103,7 +103,7 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float, ending: End
     """The plan. Only `observed`, `ending` and `now` decide; nothing is remembered but what comes back in `memory`, `rest`,
     `clock` and `ended`. `ending`: of a fleet that was deleted and has our finalizer."""
     fleet, observed, clock = steady(fleet, observed, now)
-    observed = strayed(observed)
+    observed = strayed(fleet, observed)
     if ending is not None:
         return _end(fleet, observed, ending, clock, now)
     healing = plan_healing(fleet, observed, now)

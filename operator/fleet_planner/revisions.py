@@ -10,13 +10,25 @@ from itertools import product
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FlipStatus, RolloutStatus, TierStatus
 from fleet_api.v1alpha1.tier import TierSpec
-from fleet_planner.astray import told_again
+from fleet_planner.astray import doubtful, told_again
 from fleet_planner.canary import Course, Scene, plot_course
 from fleet_planner.capacity import QUOTA_WORDS
 from fleet_planner.causes import unready
 from fleet_planner.crashes import crashing
 from fleet_planner.draft import draft_pods, scarce_first
-from fleet_planner.flip import Settled, Terms, anew_most_s, cold_start_s, flip_s, known_as, remember, settle, shown_s
+from fleet_planner.flip import (
+    Settled,
+    Terms,
+    anew_most_s,
+    cold_start_s,
+    failures,
+    flip_s,
+    known_as,
+    pauses,
+    remember,
+    settle,
+    shown_s,
+)
 from fleet_planner.gang import GivenBack, give_back
 from fleet_planner.healing import gone_first, is_healing
 from fleet_planner.ratio import Pair
@@ -84,8 +96,10 @@ def plan_tier(
     telemetry, mine = observed.telemetry.get(tier.name, TierTelemetry()), [pod for pod in observed.pods if pod.tier == tier.name]
     anew = any(templates[pod.revision].starts_anew for pod in mine if pod.flipping is not None and pod.revision in templates)
     settled = settle(mine, observed.flips, now, anew_most_s(telemetry, shown_s(mine)) if anew else 0.0)
-    failures = [_before(fleet, tier).flip, observed.memory.get(tier.name, ScaleMemory()).flip]
-    settled = told_again(settled, remember(failures, settled.failure, now), now)
+    doubted = not observed.telemetry_read or not doubtful(observed).isdisjoint(pod.uid for pod in mine)
+    before = failures(fleet, tier.name, observed)
+    settled = told_again(settled, remember(before, settled.failure, now, settled.failed_role), now)
+    remembered = remember(before, settled.failure, now, settled.failed_role, doubted=doubted)
     pods = settled.pods
     revisions = {*templates, *[pod.revision for pod in pods]}
     if settled.gone or any(
@@ -104,9 +118,9 @@ def plan_tier(
     scene = Scene(wanted, groups, telemetry.revisions, want, limits, now, crashing(replicas, now), _unready(replicas, now))
     course = plot_course(fleet.spec.rollout, _before(fleet, tier).rollout, scene)
     step = _step(fleet, tier, course, groups, want, limits, replicas, observed.pools)
-    remembered = remember(failures, settled.failure, now)
     template = templates.get(course.target)
-    free = template if template is not None and template.flippable and not step.rolling and remembered is None else None
+    rests = template is None or not template.flippable or step.rolling or pauses(remembered, now)
+    free = None if rests else template
     terms = _terms(fleet, tier, limits, telemetry, pods, free) if free is not None else None
     changing = Changing(settled, remembered, terms)
     memory = observed.memory.get(tier.name, ScaleMemory()).gangs
@@ -218,12 +232,14 @@ def _step(
     replicas: Mapping[str, Sequence[Replica]],
     pools: Sequence[ObservedPool],
 ) -> Step:
-    """A pause holds a rollout, but not the way back from a bad revision."""
+    """A pause holds a rollout, but not the way back from a bad revision. So it is held when its own workers are excused
+    (`astray.py`): nobody knows what they do, and those that it would take the place of are well."""
     new = groups.get(course.target, Group(course.target))
     olds = [group for revision, group in groups.items() if revision != course.target]
     compat = _compats(replicas.get(course.target, ())) if olds else set[str]()
     olds = [replace(old, mates=_compats(replicas.get(old.revision, ())) == compat) for old in olds]
-    if fleet.spec.rollout.paused and not course.status.failed and any(any(old.alive) for old in olds):
+    suspected = any([replica.leader.excused for replica in replicas.get(course.target, ())])
+    if (fleet.spec.rollout.paused or suspected) and not course.status.failed and any(any(old.alive) for old in olds):
         mine = {(pool.revision, pool.role): pool for pool in pools if pool.tier == tier.name}
         resized = any(pool.size not in (None, whole) for role, whole in zip(ROLES, want, strict=True) for pool in _of(mine, role))
         return hold_step(want, new, olds, _planned(mine), limits, resized=resized)

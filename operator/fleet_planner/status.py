@@ -20,7 +20,7 @@ from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.fabric import disaggregating, transport_verified
 from fleet_planner.gang import workers_of
 from fleet_planner.healing import UNHURT, Healing
-from fleet_planner.money import cost_left, cost_now, devices_of, exact
+from fleet_planner.money import cost_left, cost_now, exact, may_hold
 from fleet_planner.peerkey import peer_key
 from fleet_planner.ratio import bounds_of, project, within
 from fleet_planner.replicas import Replica
@@ -121,7 +121,8 @@ def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> Ti
         )
     ratio = format_ratio(prefill.serving, decode.serving)
     revision, rollout, price = view.plan.revision, view.plan.rollout, view.tier.cost
-    cost = None if price is None else float(cost_now(price.per_gpu_hour, view.workers, observed))
+    costs = None if price is None else cost_now(price.per_gpu_hour, view.workers, observed)
+    cost = None if costs is None else float(costs)
     return TierStatus(
         name=name, prefill=prefill, decode=decode, ratio=ratio, cost_per_hour=cost, revision=revision, rollout=rollout,
         flip=view.plan.flip, kv=kv, zero=view.zero, healing=view.healing.status,
@@ -137,7 +138,7 @@ def _cost(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Observed
     workers = {name: workers_of(observed, name) for name in others}
     mine = [worker for tier in tiers for worker in workers.pop(tier.name, [])]
     left = cost_left([worker for found in workers.values() for worker in found], observed)
-    if left is None or any(devices_of(worker, observed) for worker in mine):
+    if left is None or any(may_hold(worker, observed) for worker in mine):
         return None
     return float(sum(known.values()) + left)
 
@@ -260,7 +261,8 @@ def _rests(tier: TierStatus) -> bool:
 
 
 def _within_ratio(views: Sequence[TierView], tiers: Sequence[TierStatus]) -> Verdict:
-    astray = "; ".join(words for view in views if (words := _astray(view)))
+    excused = "; ".join(words for view in views if (words := _excused(view)))
+    astray = "; ".join([excused] * bool(excused) + [words for view in views if (words := _astray(view))])
     beside = f"; {astray}" if astray else ""
     for view, status in zip(views, tiers, strict=True):
         prefill, decode, ratio = status.prefill.serving, status.decode.serving, view.tier.ratio
@@ -275,7 +277,7 @@ def _within_ratio(views: Sequence[TierView], tiers: Sequence[TierStatus]) -> Ver
                 f"tier {view.tier.name} serves {prefill}:{decode}, allowed is {ratio.min} to {ratio.max}{beside}",
             )
     if astray:
-        return "True", "RoleMismatch", astray
+        return "True", "AgentsSuspected" if excused else "RoleMismatch", astray
     both = [(view.tier, view.decision.disputed) for view in views if view.decision.disputed is not None]
     disputes = [f"tier {tier.name}: {dispute_words(said, project(*said, bounds_of(tier)))}" for tier, said in both]
     if disputes:
@@ -287,6 +289,14 @@ def _astray(view: TierView) -> str:
     """Workers that say another role than their label and do not serve, in words; empty when there are none."""
     pods = [worker.leader for worker in view.workers if worker.leader.astray and worker.alive]
     return f"tier {view.tier.name}: out of service: {grouped(pods, lambda pod: pod.astray)}" if pods else ""
+
+
+def _excused(view: TierView) -> str:
+    """Workers that say so, too many at once, in words; empty when there are none."""
+    pods = [worker.leader for worker in view.workers if worker.leader.excused and worker.alive]
+    what = "it must be what they have in common, their image or their agent: they serve on, none is told its role or replaced, "
+    what += "and no rollout to their revision goes on"
+    return f"tier {view.tier.name}: {grouped(pods, lambda pod: pod.excused)}; {what}" if pods else ""
 
 
 def _telemetry(fleet: InferenceFleet, observed: Observed, now: float) -> Verdict:

@@ -35,8 +35,7 @@ class ObservedPod:
     message: str = ""
     """Why it is not ready: waiting or termination message of the container, or the scheduler's words."""
     unschedulable: bool = False
-    unready_since: float | None = None
-    """When it ceased to be ready, or was made; None: it is ready, or that is not known."""
+    unready_since: float | None = None  # when it ceased to be ready, or was made; None: it is ready, or that is not known
     gated: bool = False  # the scheduler may not look at it yet: a queue lets it in
     restarts: int = 0
     blocked: bool = False
@@ -63,6 +62,7 @@ class ObservedPod:
     flip_since: float = 0.0
     flipped: bool = False  # it once had the other role: its times say nothing of a cold start
     astray: str = ""  # why it is not believed to have the role of its label, in words (`astray.py`)
+    excused: str = ""  # it would be, but too many say so at once: it serves on
     righted: bool = False  # it was so once, and was told its role
     drain_s: float = 30.0  # longest time that it may take for its streams and leases
 

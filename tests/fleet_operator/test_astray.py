@@ -56,8 +56,8 @@ def role_of(pod: dict[str, Any]) -> str:
 Scenario = Callable[[World, Agents, list[dict[str, Any]]], Awaitable[None]]
 
 
-def play(scenario: Scenario, does: str = "obeys") -> None:
-    """One prefill and three decode workers that serve, with the decode workers' pods."""
+def play(scenario: Scenario, does: str = "obeys", size: tuple[int, int] = (1, 3)) -> None:
+    """So many prefill and decode workers that serve, with the decode workers' pods."""
 
     async def whole() -> None:
         world, agents = World(), Agents(does)
@@ -68,7 +68,7 @@ def play(scenario: Scenario, does: str = "obeys") -> None:
         world.collect = collect  # type: ignore[method-assign]
         world.flips = FlipFollower(agents.connect)
         world.operator = world.new_operator()
-        await resize(world, 1, 3)
+        await resize(world, *size)
         await world.settle()
         found = sorted((await pods(world)).values(), key=lambda pod: str(pod["metadata"]["name"]))
         for pod in found:
@@ -171,10 +171,61 @@ def test_several_are_told_one_after_the_other_and_none_of_them_serves_meanwhile(
             await world.step()
             await flipping(world)  # asserts that it is one at most
         await finish(world)
-        assert [agent_of(agents, pod).asked for pod in decodes] == [["decode"], ["decode"], []]
+        assert [agent_of(agents, pod).asked for pod in decodes] == [["decode"], ["decode"], *[[] for _ in decodes[2:]]]
         assert set((await states(world)).values()) == {"serving"}
 
-    play(scenario)
+    play(scenario, size=(3, 8))
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["at-once", "one-is-heard-before-the-others"])
+def test_where_all_agents_of_a_role_say_another_one_all_serve_on_and_none_is_replaced(first: int):
+    """A bad image. One after the other was told in vain, deleted and made again, and none of them served."""
+
+    async def scenario(world: World, agents: Agents, decodes: list[dict[str, Any]]) -> None:
+        before = (await pods(world)).keys()
+        for pod in decodes[:first]:
+            agent_of(agents, pod).role = "prefill"
+            await until(world, lambda: is_told(world))
+        for pod in decodes:
+            agent_of(agents, pod).role = "prefill"
+        for second in range(700):
+            if second == 300:
+                world.operator = world.new_operator()
+            await world.step()
+            serving = list((await states(world)).values()).count("serving")
+            assert serving == 4 or second < 10 * first, second
+        assert (await pods(world)).keys() == before
+        assert await flipping(world) is None
+        found = await world.condition("WithinRatio")
+        assert (found["reason"], "3 of 3 say so at once" in found["message"]) == ("AgentsSuspected", True)
+        for pod in decodes:
+            agent_of(agents, pod).role = "decode"
+        await finish(world)
+        assert (await world.condition("WithinRatio"))["reason"] == "InRatio"
+
+    play(scenario, "hangs")
+
+
+@pytest.mark.parametrize("does", ["hangs", "keeps"])
+def test_the_only_one_of_its_role_is_replaced_once_and_then_serves_on_whatever_its_agent_says(does: str):
+    async def scenario(world: World, agents: Agents, decodes: list[dict[str, Any]]) -> None:
+        seen, out = set[str](), 0
+        for second in range(1_500):
+            if second in (400, 800):
+                world.operator = world.new_operator()
+            found = {pod["metadata"]["uid"]: pod for pod in (await pods(world)).values() if role_of(pod) == "decode"}
+            for pod in found.values():
+                if (address := (pod.get("status") or {}).get("podIP")) and pod["metadata"]["uid"] not in seen:
+                    agents.known[address] = Worker(role="prefill")
+                    seen.add(pod["metadata"]["uid"])
+            await world.step()
+            out += "serving" not in [state for uid, state in (await states(world)).items() if uid in found]
+        assert len(seen) == 2
+        assert out < 90, "while it had its time, and while the other one started"
+        assert (await world.condition("WithinRatio"))["reason"] == "AgentsSuspected"
+        assert len(told(await world.events(), "FlipFailed")) == 1
+
+    play(scenario, does, size=(1, 1))
 
 
 def test_one_that_loses_its_role_once_more_is_replaced():
@@ -248,6 +299,12 @@ def test_a_flip_of_which_somebody_takes_the_mark_off_the_pod_leaves_no_worker_as
         pytest.param(reply(200, role="prefill", phase="Serving"), None, FlipReport("prefill", "Serving"), id="its-word"),
         pytest.param(reply(200, phase="Serving"), None, None, id="an-agent-that-says-none"),
         pytest.param(reply(404), None, None, id="an-agent-without-a-state"),
+        pytest.param(reply(200, role="router", phase="Serving"), None, None, id="a-role-that-nobody-knows"),
+        pytest.param(Answer(200, b"prefill"), None, None, id="garbage"),
+        pytest.param(reply(200, role="prefill", phase="Serving", uid="uid-v"), None, None, id="another-pod-has-its-address"),
+        pytest.param(
+            reply(200, role="prefill", phase="Serving", uid="uid-w"), None, FlipReport("prefill", "Serving"), id="by-its-uid"
+        ),
         pytest.param(None, None, None, id="silence"),
         pytest.param(None, FlipReport("prefill", "Serving"), FlipReport("prefill", "Serving"), id="silence-takes-no-word-back"),
         pytest.param(
@@ -273,6 +330,56 @@ def test_what_a_doubtful_worker_says_and_nobody_else_is_asked(
 
     workers = [observed_pod(name, "decode", 0, ip=name) for name in ("w", "v")]
     known = {"uid-w": before} if before is not None else {}
-    follow = FlipFollower(connect).follow(parse_fleet(manifest()), workers, {}, known, {"uid-w", "uid-of-one-that-is-gone"})
-    assert asyncio.run(follow) == ({"uid-w": heard} if heard is not None else {})
+    hear = FlipFollower(connect).hear(workers, {}, known, {"uid-w", "uid-of-one-that-is-gone"})
+    assert asyncio.run(hear) == ({"uid-w": heard} if heard is not None else {})
     assert asked == ["http://w:9000/state"]
+
+
+@pytest.mark.parametrize(("uid", "asked"), [("uid-d", ["prefill"]), ("uid-e", []), ("", ["prefill"])])
+def test_no_pod_is_told_the_role_of_another_one_that_had_its_address(uid: str, asked: list[str]):
+    """A node that began anew gives its pods other addresses: what was meant for d changed e, perhaps of another fleet."""
+    workers = Workers()
+    workers.known = {"w": Worker(role="decode", uid=uid)}
+    one = observed_pod("d", "decode", 0, flipping="prefill", ip="w")
+    asyncio.run(FlipFollower(workers.connect).follow(parse_fleet(manifest()), [one], {}, {}))
+    assert workers.at("w").asked == asked
+
+
+def test_a_doubtful_worker_that_does_not_answer_keeps_no_other_from_its_flip():
+    """Hundreds of them, each asked for 2 s, took longer than a flip may."""
+
+    async def scenario(world: World, agents: Agents, decodes: list[dict[str, Any]]) -> None:
+        silent, answers = decodes[2], asyncio.Event()
+        await lead(world)
+        agents.read = {silent["metadata"]["name"]: "prefill"}
+        connect = agents.connect
+
+        @asynccontextmanager
+        async def hanging() -> AsyncIterator[Ask]:
+            async with connect() as ask:
+
+                async def slow(url: str, *more: Any, **named: Any) -> Any:
+                    if silent["status"]["podIP"] in url:
+                        await answers.wait()
+                    return await ask(url, *more, **named)
+
+                yield slow
+
+        world.operator.reader.sources.flips._connect = hanging
+        (state,) = world.operator._states.values()
+        while not state.doubtful:
+            await world.step()
+        waits = asyncio.create_task(world.operator.reader.read_due())
+        await asyncio.sleep(0)
+        assert state.doubting
+        await resize(world, 2, 2)
+        await until(world, lambda: is_told(world))
+        moving = await flipping(world)
+        assert moving is not None
+        await finish(world)
+        assert agent_of(agents, moving).role == "prefill"
+        assert not waits.done()
+        answers.set()
+        await waits
+
+    play(scenario)

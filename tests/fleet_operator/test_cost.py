@@ -90,6 +90,8 @@ def test_a_tier_that_is_renamed_costs_what_it_did_until_its_workers_are_gone():
         pytest.param("8", None, id="text"),
         pytest.param(True, None, id="no-number"),
         pytest.param(-1, None, id="less-than-nothing"),
+        pytest.param(1_000_000, 1e6, id="as-much-as-a-spec-may-say"),
+        pytest.param(1e308, None, id="more-than-that"),
     ],
 )
 def test_a_price_is_stored_with_a_new_revision_and_never_written_again(stored: Any, found: float | None):
@@ -112,6 +114,27 @@ def test_a_price_is_stored_with_a_new_revision_and_never_written_again(stored: A
         (after,) = await world.store.list(CONTROLLER_REVISION, NAMESPACE)
         assert after["data"] == data
         assert [template.price for template in observe_revisions([after])["t"].values()] == [found]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("price", [1e308, 9e18, float("nan")])
+def test_a_price_that_somebody_made_up_stops_no_pass(price: float):
+    """A sum beyond every float ended each pass of the fleet."""
+
+    async def scenario() -> None:
+        world = World()
+        await world.user.apply(manifest(engine={"type": "vllm"}, tiers=[priced("old", 8)], scaling={"mode": "manual"}))
+        await world.settle()
+        (revision,) = await world.store.list(CONTROLLER_REVISION, NAMESPACE)
+        meta = {key: revision["metadata"][key] for key in ("name", "namespace", "labels", "annotations", "ownerReferences")}
+        await world.user.delete(CONTROLLER_REVISION, NAMESPACE, meta["name"])
+        await world.user.create({**revision, "metadata": meta, "data": {**revision["data"], "perGpuHour": price}})
+        world.operator = world.new_operator()
+        await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"tiers": [priced("new", 1)]}})
+        await world.settle()
+        assert (await world.store.get(FLEET, NAMESPACE, "f"))["status"]["costPerHour"] == 3
+        assert not [event for event in await world.events() if "InternalError" in event]
 
     asyncio.run(scenario())
 

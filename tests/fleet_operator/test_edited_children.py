@@ -234,7 +234,7 @@ def test_a_worker_over_several_nodes_whose_name_was_edited_is_passed_over():
 
 @pytest.mark.parametrize("lost", ["compat", "gpus", "nodes", "pods"])
 def test_a_stored_template_that_is_not_whole_is_none(lost: str):
-    data = {"compat": "c", "gpus": [0, 0], "nodes": [1, 1], "pods": {}}
+    data = {"compat": "c", "gpus": [0, 0], "nodes": [1, 1], "pods": {"prefill": {}, "decode": {}}}
     marks = {names.TIER: "t", names.REVISION: "aaaaaaaa"}
     assert observe_revisions([{"metadata": {"labels": marks}, "data": data}]).keys() == {"t"}
     del data[lost]

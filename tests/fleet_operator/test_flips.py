@@ -33,6 +33,7 @@ class Worker:
     transfers: int = 0
     asked: list[str] = field(default_factory=list)
     answers: bool = True
+    uid: str = ""
 
     def agent(self, path: str, body: dict[str, Any] | None) -> Answer | None:
         if path == "/role" and body is not None:
@@ -49,7 +50,7 @@ class Worker:
                 self.role = body["role"]
             return reply(202)
         problem = "no first token" if self.does == "breaks" and self.asked else ""
-        return reply(200, role=self.role, phase=self.phase, flip_problem=problem, uid="x")
+        return reply(200, role=self.role, phase=self.phase, flip_problem=problem, uid=self.uid)
 
     def engine(self, path: str, body: dict[str, Any] | None) -> Answer | None:
         if not self.answers:
@@ -468,7 +469,13 @@ def test_a_worker_of_the_name_before_is_asked_by_its_own():
 
     one = observed_pod("d", "decode", 0, flipping="prefill", ip="w", revision="r")
     marks = {"inferencefleet.io/tier": "t", "inferencefleet.io/revision": "r"}
-    data = {"pods": {}, "compat": "c", "gpus": [0, 0], "nodes": [1, 1], "inputs": {"servedName": "old"}}
+    data = {
+        "pods": {"prefill": {}, "decode": {}},
+        "compat": "c",
+        "gpus": [0, 0],
+        "nodes": [1, 1],
+        "inputs": {"servedName": "old"},
+    }
     stored = {("ControllerRevision", "f-t-r"): {"metadata": {"name": "f-t-r", "labels": marks}, "data": data}}
     asyncio.run(FlipFollower(connect).follow(parse_fleet(manifest()), [one], stored, {}))
     assert asked == ["", "old"]

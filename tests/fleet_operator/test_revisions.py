@@ -9,6 +9,7 @@ import pytest
 
 from fleet_api.parse import parse_fleet
 from fleet_operator.cluster.interface import CONFIG_MAP, CONTROLLER_REVISION, FLEET, POD, ForbiddenError
+from fleet_operator.names import REVISION
 from fleet_operator.render.revision import RESTARTED_AT, observe_revisions, revision_inputs, template_of
 from fleet_operator.settings import Platform
 from fleet_wire.endpoints import ENDPOINTS_KEY
@@ -364,5 +365,35 @@ def test_a_template_of_somebody_else_that_goes_is_not_made_again():
             await world.step()
         assert name not in await revisions(world)
         assert f"ControllerRevision {name} was deleted" in (await world.condition("Provisioned"))["message"]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    "made_up",
+    [
+        pytest.param({"gpus": 4}, id="gpus"),
+        pytest.param({"gpus": ["1", "1"]}, id="words"),
+        pytest.param({"gpus": [1, -1]}, id="less-than-none"),
+        pytest.param({"nodes": [1]}, id="one-role"),
+        pytest.param({"compat": None}, id="compat"),
+        pytest.param({"pods": {"prefill": {}}}, id="pods"),
+    ],
+)
+def test_a_template_that_somebody_made_by_hand_and_wrongly_is_none(made_up: dict[str, Any]):
+    """It ended each pass of its fleet."""
+
+    async def scenario(world: World) -> None:
+        await world.user.apply(manifest(scaling={"mode": "manual"}))
+        await world.settle()
+        (stored,) = await world.store.list(CONTROLLER_REVISION, NAMESPACE)
+        meta = {**{key: stored["metadata"][key] for key in ("namespace", "ownerReferences")}, "name": "f-t-byhand"}
+        meta["labels"] = {**stored["metadata"]["labels"], REVISION: "byhand"}
+        await world.user.create({**stored, "metadata": meta, "data": {**stored["data"], **made_up}})
+        await world.settle()
+        assert not [event for event in await world.events() if "InternalError" in event]
+        await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"limits": {"maxOutputTokens": 99}}})
+        await world.settle()
+        assert (await world.condition("RollingOut"))["reason"] == "Complete"
 
     play(scenario)

@@ -231,6 +231,35 @@ def test_a_cost_that_is_not_known_in_full_is_none():
     assert cost(fleet(priced("a", 4), {"name": "b"}), spec_says_none)[0] is None, "the spec's word counts for its own tiers"
 
 
+@pytest.mark.parametrize("tier", ["a", "gone"])
+def test_what_workers_without_a_template_cost_nobody_knows(tier: str):
+    """Somebody deleted it, and the operator began anew: the sum said that they cost nothing."""
+    observed = seen("a", "b", "gone")
+    workers = (
+        pod("p", "prefill", 0, tier="a"),
+        pod("d", "decode", 0, tier="b"),
+        pod("x", "decode", 3, tier=tier, revision="lost"),
+    )
+    there = remembering(replace(observed, pods=workers), "gone", 8.0)
+    assert cost(fleet(priced("a", 4), priced("b", 1)), there) == (None, [None if tier == "a" else 4.0, 1.0])
+    waits = replace(there, pods=(*workers[:2], replace(workers[2], node=None, ready=False)))
+    assert cost(fleet(priced("a", 4), priced("b", 1)), waits) == (5.0, [4.0, 1.0]), "it holds none"
+
+
+def test_a_template_that_the_spec_still_says_is_known_though_somebody_deleted_it():
+    observed = seen("a", gpus=(2, 2))
+    workers = (pod("p", "prefill", 0, tier="a"), pod("d", "decode", 0, tier="a"))
+    assert cost(fleet(priced("a", 4)), replace(observed, stored={}, pods=workers)) == (16.0, [16.0])
+
+
+def test_workers_without_a_template_count_in_the_budget_as_the_largest():
+    """They were taken for none, and others grew into what they hold."""
+    wish = fleet(priced("a", 1.0, 2, 4), budget={"perHour": 12}, mode="manual")
+    old = tuple(pod(f"o{n}", role, n, tier="t", serving=True) for n, role in enumerate(("prefill", "decode", "decode")))
+    observed = replace(seen("a", gpus=(1, 2)), pods=old)
+    assert sizes(reconcile(wish, observed, NOW)) == {"a": (2, 2)}, "5 of 12 are theirs"
+
+
 def remembering(observed: Observed, tier: str, price: float) -> Observed:
     """With a price that was stored with the tier's revision."""
     priced = {REVISION: replace(observed.stored[tier][REVISION], price=price)}

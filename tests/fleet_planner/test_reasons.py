@@ -23,6 +23,7 @@ Told = Literal["Warning", "Normal", ""]
 CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     # reason: (condition, status, told when it is so from the start, told when it was well before)
     "AdapterFailed": ("AdaptersLoaded", "False", "", ""),  # by an event per adapter
+    "AgentsSuspected": ("WithinRatio", "True", "Warning", "Warning"),
     "AllCreated": ("Provisioned", "True", "", ""),
     "AllGood": ("Ready", "True", "", ""),
     "AllLoaded": ("AdaptersLoaded", "True", "", ""),

@@ -52,7 +52,7 @@ def carry_out(plan: Plan, observed: Observed, ready: bool = True) -> Observed:
     serving = {target.uid for target in plan.targets if target.state == "serving"}
     told = {target.uid for target in plan.targets if target.state != "draining"}
     pods = [replace(p, serving=p.uid in serving, told=p.uid in told) for p in observed.pods if p.uid not in gone]
-    pods += [pod(w.name, w.role, w.ordinal, revision=w.revision, ready=ready) for w in plan.create]
+    pods += [pod(w.name, w.role, w.ordinal, tier=w.tier, revision=w.revision, ready=ready) for w in plan.create]
     pools = tuple(
         ObservedPool(p.name, f"u{p.name}", p.role, p.tier, p.revision, p.replicas, p.replicas, p.size, p.wish) for p in plan.pools
     )

@@ -6,12 +6,13 @@ import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from fleet_worker.agent.guard import NOTED, remove
 from fleet_worker.segments import PREFIX, Segments, make, sweep
 
 HOLDER = """
@@ -103,17 +104,158 @@ def test_a_sweeper_that_comes_between_making_and_locking_takes_nothing_that_is_u
     module, name = {"os": os, "fcntl": fcntl}[call.partition(".")[0]], call.partition(".")[2]
     genuine, swept = getattr(module, name), list[str]()
 
-    def after_a_sweeper(*given):
+    def after_a_sweeper(*given, **named):
         if not swept:
             swept.extend(os.listdir(tmp_path))
             sweep(tmp_path)
-        return genuine(*given)
+        return genuine(*given, **named)
 
     monkeypatch.setattr(module, name, after_a_sweeper)
     made = make(tmp_path)
     assert (list(tmp_path.iterdir()), len(swept)) == ([made.folder], 1)
     assert made.folder.name not in swept
     made.close()
+
+
+SHARES = """
+import mmap, os, sys
+kept = []
+for name in sys.argv[1:]:
+    with open(name, "a+b") as file:
+        file.truncate(4096)
+        kept.append(mmap.mmap(file.fileno(), 4096))
+print(os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def sharing(*files: Path) -> Iterator[int]:
+    """A session whose process maps these files, as vLLM's processes do; killed at the end."""
+    argv = [sys.executable, "-c", SHARES, *map(str, files)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("end", ["closed", "swept", "guarded"])
+def test_what_an_engines_processes_share_with_each_other_goes_with_its_folder(tmp_path: Path, end: str):
+    """Killed all at once, as when their container has no memory left, none of them removes it."""
+    before, mine, log, others = (tmp_path / name for name in ("psm_before", "psm_mine", "engine.log", "psm_others"))
+    before.touch()
+    made = make(tmp_path)
+    assert made.folder is not None
+    with sharing(before, mine, log) as session, sharing(others):
+        made.note(session)
+    if end == "closed":
+        made.close()
+    else:
+        os.close(made.lock)
+        sweep(tmp_path) if end == "swept" else remove(str(made.folder))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["engine.log", "psm_before", "psm_others"]
+
+
+def somebody_elses_by_now(file: Path, _: Path) -> None:
+    file.unlink()
+    file.with_name("first").touch()  # takes the inode, where they are given again
+    file.touch()
+
+
+def link_by_now(file: Path, _: Path) -> None:
+    file.rename(file.with_name("first"))
+    file.symlink_to("first")
+
+
+def noted_with_a_way(file: Path, folder: Path) -> None:
+    (folder / NOTED).write_text(f"{file.stat().st_ino} ../{file.parent.name}/{file.name}\n")
+
+
+def noted_as_nonsense(_: Path, folder: Path) -> None:
+    (folder / NOTED).write_bytes(b"\xff\n\n7\n")
+
+
+@pytest.mark.parametrize("change", [somebody_elses_by_now, link_by_now, noted_with_a_way, noted_as_nonsense])
+def test_of_what_was_noted_only_that_very_file_goes(tmp_path: Path, change: Callable[[Path, Path], None]):
+    made, mine = make(tmp_path), tmp_path / "psm_mine"
+    assert made.folder is not None
+    with sharing(mine) as session:
+        made.note(session)
+    change(mine, made.folder)
+    made.close()
+    assert os.path.lexists(mine)
+    assert not made.folder.exists()
+
+
+def test_what_was_noted_stays_noted_and_what_cannot_be_is_none(tmp_path: Path):
+    made, first, second = make(tmp_path), tmp_path / "psm_1", tmp_path / "sem.mp-2"
+    assert made.folder is not None
+    for file in (first, second):
+        with sharing(file) as session:
+            made.note(session)
+    assert [line.partition(" ")[2] for line in (made.folder / NOTED).read_text().splitlines()] in (
+        ["psm_1", "sem.mp-2"], ["sem.mp-2", "psm_1"]
+    )  # fmt: skip
+    made.note(1 << 30)
+    made.close()
+    with sharing(tmp_path / "psm_3") as session:
+        made.note(session)
+    Segments().note(os.getpid())
+    assert [path.name for path in tmp_path.iterdir()] == ["psm_3"]
+
+
+def linked_elsewhere(name: Path, victims: Path) -> None:
+    name.symlink_to(victims, target_is_directory=True)
+
+
+def folder_of_files(name: Path, victims: Path) -> None:
+    victims.rename(name)
+    linked_elsewhere(victims, name)
+
+
+@pytest.mark.parametrize("plant", [linked_elsewhere, folder_of_files])
+@pytest.mark.parametrize("who", ["sweeper", "owner", "guard"])
+def test_what_another_user_puts_in_a_folders_place_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[Path, Path], None], who: str
+):
+    """/dev/shm is everybody's. Once a folder is gone (a sweeper was quicker, somebody cleaned up), its name is free: a link there
+    had us remove the files of whatever it led to, as root all of /etc."""
+    root, victims = tmp_path / "shm", tmp_path / "etc"
+    root.mkdir()
+    victims.mkdir()
+    (victims / "passwd").write_text("root")
+    genuine, owner, planted = fcntl.flock, os.fstat, list[Path]()
+
+    def instead(path: Path) -> None:
+        planted.append(path)
+        remove(str(path))
+        plant(path, victims)
+        theirs = os.stat(path).st_ino if plant is folder_of_files else -1
+
+        def by_owner(found: int) -> os.stat_result:
+            said = owner(found)
+            return os.stat_result([*said[:4], 12_345 if said.st_ino == theirs else said.st_uid, *said[5:10]])
+
+        monkeypatch.setattr(os, "fstat", by_owner)
+
+    def with_an_attacker(*given: int) -> None:
+        if not planted:
+            instead(root / f"{PREFIX}left")
+        genuine(*given)
+
+    if who == "sweeper":
+        (root / f"{PREFIX}left").mkdir()
+        monkeypatch.setattr(fcntl, "flock", with_an_attacker)
+        sweep(root)
+    else:
+        made = make(root)
+        assert made.folder is not None
+        instead(made.folder)
+        made.close() if who == "owner" else remove(str(made.folder))
+    assert (victims / "passwd").read_text() == "root"
+    assert os.path.lexists(planted[0])
 
 
 def test_where_there_is_no_place_ucx_finds_its_own(tmp_path: Path):

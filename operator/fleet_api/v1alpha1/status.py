@@ -63,10 +63,13 @@ class RolloutStatus(ApiModel):
 
 
 class FlipStatus(ApiModel):
-    """The last role flip that failed; absent when the next one may be tried."""
+    """The last role flip that failed; absent when the next one may be tried, or `role` is not needed any more."""
 
     failed_at: Annotated[str, Field(max_length=40)] = Field(description="When, RFC 3339 in UTC.")
     message: str = Field(default="", description="The worker and why.")
+    role: Literal["", "prefill", "decode"] = Field(
+        default="", description="Of a worker that said another role than its label and was replaced for it: the label's."
+    )
 
 
 class ReplacedStatus(ApiModel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
@@ -81,10 +81,13 @@ class TierModelSpec(ApiModel):
     )
 
 
+PRICE_MOST: Final = 1_000_000.0
+
+
 class CostSpec(ApiModel):
     """What the workers of a tier cost."""
 
-    per_gpu_hour: Annotated[float, Field(ge=0.0, le=1_000_000.0)] = Field(
+    per_gpu_hour: Annotated[float, Field(ge=0.0, le=PRICE_MOST)] = Field(
         description="Price of one device of either role for an hour, in a currency that all tiers share. Workers without devices "
         "cost nothing."
     )

@@ -46,6 +46,8 @@ class AgentState(msgspec.Struct, frozen=True):
     role: Role
     phase: str
     flip_problem: str = ""
+    uid: str = ""
+    """Of its pod; empty: it does not say."""
 
 
 class Ask(Protocol):
@@ -77,12 +79,15 @@ async def open_ask() -> AsyncIterator[Ask]:
         yield ask
 
 
-def state_of(answer: Answer | None) -> AgentState | None:
-    """An agent's state; None when it is not readable."""
+def state_of(answer: Answer | None, uid: str = "") -> AgentState | None:
+    """An agent's state; None when it is not readable, or that of another pod than `uid`: a node that began anew gives its pods
+    other addresses, and for a while the API has those of before."""
     if answer is None or answer.status != httpx.codes.OK:
         return None
     try:
         found = msgspec.json.decode(answer.body, type=AgentState)
     except UNREADABLE:
         return None
-    return AgentState(found.role, found.phase[:WORD_MOST], found.flip_problem[:WORD_MOST])
+    if uid and found.uid not in ("", uid):
+        return None
+    return AgentState(found.role, found.phase[:WORD_MOST], found.flip_problem[:WORD_MOST], found.uid[:WORD_MOST])

@@ -41,23 +41,29 @@ class FlipFollower:
         self._connect = connect
 
     async def follow(
-        self, fleet: InferenceFleet, pods: Sequence[ObservedPod], live: Live, known: Reports, doubtful: Collection[str] = ()
+        self, fleet: InferenceFleet, pods: Sequence[ObservedPod], live: Live, known: Reports
     ) -> dict[str, FlipReport]:
-        """What is known now of every worker that is told a role, and of those of the `doubtful` uids. `pods`: all workers of a
-        fleet; `live`: their objects."""
-        there = [pod for pod in pods if not pod.terminating and pod.ip is not None]
-        moving = [pod for pod in there if pod.flipping is not None]
-        asked = [pod for pod in there if pod.flipping is None and pod.uid in doubtful]
-        slots = asyncio.Semaphore(AT_ONCE)
+        """What is known now of every worker that is told a role. `pods`: all workers of a fleet; `live`: their objects."""
+        moving = [pod for pod in pods if pod.flipping is not None and _has_agent(pod)]
         async with self._connect() as ask:
             looks = [self._look(ask, fleet, pod, pods, live, known.get(pod.uid, FlipReport())) for pod in moving]
-            found = await asyncio.gather(*looks, *(self._hear(ask, pod, live, known, slots) for pod in asked))
-        return {pod.uid: report for pod, report in zip([*moving, *asked], found, strict=True) if report is not None}
+            found = await asyncio.gather(*looks)
+        return {pod.uid: report for pod, report in zip(moving, found, strict=True)}
+
+    async def hear(
+        self, pods: Sequence[ObservedPod], live: Live, known: Reports, doubtful: Collection[str]
+    ) -> dict[str, FlipReport]:
+        """What those of the `doubtful` uids say that are not told a role."""
+        asked = [pod for pod in pods if pod.flipping is None and pod.uid in doubtful and _has_agent(pod)]
+        slots = asyncio.Semaphore(AT_ONCE)
+        async with self._connect() as ask:
+            found = await asyncio.gather(*(self._hear(ask, pod, live, known, slots) for pod in asked))
+        return {pod.uid: report for pod, report in zip(asked, found, strict=True) if report is not None}
 
     async def _hear(self, ask: Ask, pod: ObservedPod, live: Live, known: Reports, slots: asyncio.Semaphore) -> FlipReport | None:
         """Which role it says that it has; one that does not answer says what it said before, if anything."""
         async with slots:
-            state = state_of(await ask(f"{base(pod, live, 'agent')}/state", within_s=AGENT_S))
+            state = state_of(await ask(f"{base(pod, live, 'agent')}/state", within_s=AGENT_S), pod.uid)
         return FlipReport(state.role, state.phase) if state is not None else known.get(pod.uid)
 
     async def _look(
@@ -66,7 +72,7 @@ class FlipFollower:
         """A proof is of the engine that gave it: a container that began anew meanwhile has the role of its label again."""
         if before.refused or before.problem:
             return before
-        state = state_of(await ask(f"{base(pod, live, 'agent')}/state", within_s=AGENT_S))
+        state = state_of(await ask(f"{base(pod, live, 'agent')}/state", within_s=AGENT_S), pod.uid)
         if state is None or pod.flipping is None:
             return replace(before, proof="")
         report = FlipReport(state.role, state.phase, problem=state.flip_problem)
@@ -95,6 +101,11 @@ class FlipFollower:
         )
         where = base(partner, live, "http") if partner is not None else None
         return await prove(ask, base(pod, live, "http"), role, where, canary)
+
+
+def _has_agent(pod: ObservedPod) -> bool:
+    """It can be asked, and it is worth it."""
+    return not pod.terminating and pod.ip is not None
 
 
 def _is_partner(one: ObservedPod, pod: ObservedPod, role: Role) -> bool:

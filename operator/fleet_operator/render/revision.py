@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from types import MappingProxyType
@@ -18,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_api.v1alpha1.tier import TierSpec
+from fleet_api.v1alpha1.tier import PRICE_MOST, TierSpec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.cluster.merge import clone
 from fleet_operator.names import GROUP, REVISION, TIER, labels, owner_reference
@@ -202,11 +201,19 @@ def _price(told: object) -> float | None:
     """None where it is none: somebody may have made that object."""
     if isinstance(told, bool) or not isinstance(told, int | float):
         return None
-    return float(told) if 0 <= told < math.inf else None
+    return float(told) if 0 <= told <= PRICE_MOST else None
 
 
 def place_of(stored: Object) -> tuple[str, str] | None:
-    """(tier, revision) of a stored template; None: somebody took its labels, or it is none of ours."""
+    """(tier, revision) of a stored template; None: somebody took its labels, it is none of ours, or somebody made it by hand, and
+    no pod can be made from it."""
     marks, data = stored["metadata"].get("labels") or {}, stored.get("data") or {}
-    ours = TIER in marks and REVISION in marks and data.keys() >= KEPT
-    return (marks[TIER], marks[REVISION]) if ours else None
+    ours = TIER in marks and REVISION in marks and isinstance(data, dict) and data.keys() >= KEPT
+    return (marks[TIER], marks[REVISION]) if ours and _is_whole(data) else None
+
+
+def _is_whole(data: dict[str, Any]) -> bool:
+    """Its counts are a pair of counts, and both roles have pods."""
+    pairs = [data["gpus"], data["nodes"]]
+    counted = all(isinstance(pair, list) and [type(one) for one in pair] == [int, int] and min(pair) >= 0 for pair in pairs)
+    return counted and isinstance(data["compat"], str) and isinstance(data["pods"], dict) and set(data["pods"]) >= set(ROLES)

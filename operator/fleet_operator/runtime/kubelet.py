@@ -82,7 +82,7 @@ class ProcessKubelet:
         await asyncio.gather(*tasks, return_exceptions=True)
         kill_marked(mark_of(self.state_dir))
         kill_orphans(self.state_dir / "pids" if self._settings.alone else None)
-        segments.sweep()  # /dev/shm is no pod's own here: guards who would empty it may be among the killed
+        segments.sweep()
         self._addresses.close()
         await self._heart.leave()
 
@@ -127,13 +127,14 @@ class ProcessKubelet:
 
     async def _run(self, runner: PodRunner) -> None:
         try:
-            await runner.run()
+            await runner.run()  # /dev/shm is no pod's own here, and guards who would empty it may be among whom it killed
         except Exception:
             logger.exception("pod uid=%s", runner.uid)
         finally:
             self._runners.pop(runner.uid, None)
             self._tasks.pop(runner.uid, None)
             self._addresses.give_back(runner.ip)
+            segments.sweep()
 
     async def _follow_files(self, kind: Kind, source: str) -> None:
         """Keep the files of volumes current whose contents come from objects of a kind."""

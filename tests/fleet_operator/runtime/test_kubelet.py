@@ -416,17 +416,6 @@ def test_cancelling_the_runtime_kills_everything_and_says_good_bye(tmp_path):
     run(scenario)
 
 
-def test_what_a_killed_worker_shared_goes_with_its_runtime(tmp_path):
-    async def scenario():
-        os.mkfifo(tmp_path / "told")
-        holds = f"import time; held = make(); open({str(tmp_path / 'told')!r}, 'w').write(str(held.folder)); time.sleep(600)"
-        async with (local := Local(tmp_path)).running():
-            await local.apply("holds", python(f"from fleet_worker.segments import make; {holds}"))
-            return Path(await asyncio.to_thread((tmp_path / "told").read_text))
-
-    assert not asyncio.run(scenario()).exists()
-
-
 def test_a_dead_runtimes_processes_are_killed_by_the_next(tmp_path):
     env = {**os.environ, MARK: mark_of(tmp_path, "uid", "main")}
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=env) as left:

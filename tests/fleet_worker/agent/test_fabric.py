@@ -92,6 +92,32 @@ def test_nothing_that_a_probe_shared_is_left(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == []
 
 
+PROBING = """
+import asyncio, sys
+from pathlib import Path
+from fleet_worker.agent import fabric
+from fleet_worker.config import KvSettings
+from fleet_worker.segments import make
+fabric.make = lambda: make(Path(sys.argv[1]))
+fabric.PROBE = (sys.executable, "-c", sys.argv[2])
+asyncio.run(fabric.probe(KvSettings()))
+"""
+
+
+def test_a_probe_and_what_it_shared_go_with_an_agent_that_is_killed(tmp_path: Path):
+    """Nobody looked after either, until another worker began on this machine; one that hung in NIXL stayed."""
+    share = "import os, pathlib, time; pathlib.Path(os.environ['UCX_POSIX_DIR'], str(os.getpid())).touch(); time.sleep(60)"
+    env = {name: value for name, value in os.environ.items() if name != FOLDER_ENV}
+    agent = subprocess.Popen([sys.executable, "-c", PROBING, str(tmp_path), share], env=env)
+    try:
+        (file,) = until(lambda: list(tmp_path.glob("*/*")))
+    finally:
+        agent.kill()
+        agent.wait()
+    until(lambda: not is_running(file.name))
+    until(lambda: not list(tmp_path.iterdir()))
+
+
 def is_running(pid: str) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"

@@ -10,11 +10,13 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from fleet_worker.agent import guard
 from fleet_worker.agent.agent import Agent
 from fleet_worker.agent.command import EngineCommand
 from fleet_worker.agent.identity import Identity
@@ -106,6 +108,23 @@ def test_a_child_that_looks_after_no_parent_ends_with_a_killed_agent(tmp_path: P
             os.close(child)
 
 
+@pytest.mark.parametrize(("same", "killed"), [(True, True), (False, False)])
+def test_a_session_is_killed_by_its_number_and_its_beginning(same: bool, killed: bool):
+    """An engine that ended while its agent lives leaves its number to others; killed a day later, that agent's guard ended
+    whatever had it then."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as sleeper:
+        since = guard.started_at(sleeper.pid)
+        try:
+            assert since.isdigit()
+            assert guard.kill_session(sleeper.pid, since if same else str(int(since) - 1)) is killed
+            ended = os.pidfd_open(sleeper.pid)
+            assert bool(select.select([ended], [], [], 5 * killed)[0]) is killed
+            os.close(ended)
+        finally:
+            sleeper.kill()
+    assert guard.started_at(sleeper.pid) == ""
+
+
 def test_an_agent_that_is_pid_1_needs_no_guard(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "getpid", lambda: 1)
     assert start_guard(Segments()) is None
@@ -161,6 +180,44 @@ def test_what_an_engine_shared_ends_with_a_killed_agent(tmp_path: Path, monkeypa
     fcntl.flock(held, fcntl.LOCK_EX)
     os.close(held)
     assert not folder.exists()
+
+
+SHARES_MEMORY = f"""
+import os, pathlib, time
+from multiprocessing import get_context, resource_tracker, shared_memory
+lock = get_context("spawn").Lock()
+resource_tracker.unregister(lock._semlock.name, "semaphore")
+shared = shared_memory.SharedMemory(create=True, size=1 << 20)
+resource_tracker.unregister(shared._name, "shared_memory")  # which is killed as well where memory ends
+noted = pathlib.Path(os.environ["{FOLDER_ENV}"], "noted")
+while not noted.exists():
+    time.sleep(0.01)
+pathlib.Path(os.environ["OUT"]).write_text(shared.name + " sem." + lock._semlock.name.strip("/"))
+time.sleep(60)
+"""
+
+
+def test_what_python_shares_between_an_engines_processes_ends_with_a_killed_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As vLLM's do: hundreds of MB, which their last process removes unless it is killed with them."""
+    os.mkfifo(tmp_path / "seen")
+    monkeypatch.setenv("OUT", str(tmp_path / "seen"))
+    monkeypatch.delenv(FOLDER_ENV, raising=False)
+    quick = AGENT.replace("async def main", "import fleet_worker.agent.supervise as own\nown.NOTE_LEAST_S = 0.05\nasync def main")
+    with subprocess.Popen([sys.executable, "-c", quick, "-c", SHARES_MEMORY], stderr=subprocess.DEVNULL) as agent:
+        try:
+            files = [Path("/dev/shm", name) for name in (tmp_path / "seen").read_text().split()]
+            assert [file.exists() for file in files] == [True, True]
+        finally:
+            agent.kill()
+    end = time.monotonic() + 10
+    while any(file.exists() for file in files) and time.monotonic() < end:
+        time.sleep(0.01)
+    left = [file for file in files if file.exists()]
+    for file in left:
+        file.unlink()
+    assert left == []
 
 
 def test_nobody_else_sweeps_where_a_guard_has_yet_to(tmp_path: Path):

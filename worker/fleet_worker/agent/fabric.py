@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleet_wire.unreadable import UNREADABLE
+from fleet_worker.agent.supervise import die_with, end_guard, start_guard
 from fleet_worker.config import KvSettings, ucx_transports
 from fleet_worker.segments import make
 from fleet_worker.transfer.transport import has_rdma_device
@@ -48,13 +49,18 @@ def probe_environment(settings: KvSettings, environment: Mapping[str, str]) -> d
 async def probe(settings: KvSettings) -> Fabric:
     """Run the probe in a process of its own, which ends with its caller's patience; it never raises."""
     with contextlib.closing(make()) as shared:
-        return await _probed({**shared.environment, **probe_environment(settings, os.environ)})
+        guarding = start_guard(shared)  # of an agent that is killed meanwhile
+        try:
+            return await _probed({**shared.environment, **probe_environment(settings, os.environ)})
+        finally:
+            end_guard(guarding)
 
 
 async def _probed(env: Mapping[str, str]) -> Fabric:
     process = await asyncio.create_subprocess_exec(
-        *PROBE, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
+        *PROBE, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        preexec_fn=die_with(os.getpid()),
+    )  # fmt: skip
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             out, err = await process.communicate()

@@ -37,10 +37,12 @@ LOG_S = 1.0
 KILLED_S = 5.0
 """Seconds in which killed processes are gone, as a rule."""
 GROUP_POLL_S = 0.05
+NOTE_LEAST_S, NOTE_MOST_S = 1.0, 16.0
+"""How often it is looked what the engine shares: often while it starts."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def _die_with(parent: int) -> Callable[[], None]:
+def die_with(parent: int) -> Callable[[], None]:
     """Runs in the child before exec: the kernel kills it when the agent dies, whatever killed the agent."""
 
     def ask() -> None:
@@ -52,9 +54,9 @@ def _die_with(parent: int) -> Callable[[], None]:
 
 
 def start_guard(shared: Segments) -> subprocess.Popen[bytes] | None:
-    """It wants the engine's session on its stdin; None where the kernel ends everything with us. No mark of a container is on it:
-    a container runtime may end the agent, and leave the guard to its work. It has the lock of what is `shared` as we do: until
-    it has ended as well, nobody sweeps there."""
+    """It wants the engine's session on its stdin, and when that began; None where the kernel ends everything with us. No mark of
+    a container is on it: a container runtime may end the agent, and leave the guard to its work. It has the lock of what is
+    `shared` as we do: until it has ended as well, nobody sweeps there."""
     if os.getpid() == 1:
         return None
     folders, locks = ([], ()) if shared.folder is None else ([str(shared.folder)], (shared.lock,))
@@ -64,13 +66,25 @@ def start_guard(shared: Segments) -> subprocess.Popen[bytes] | None:
     )  # fmt: skip
 
 
+def end_guard(guarding: subprocess.Popen[bytes] | None) -> None:
+    """There is nothing to guard any more."""
+    if guarding is not None:
+        guarding.kill()
+        if guarding.stdin is not None:
+            guarding.stdin.close()
+        guarding.wait()
+
+
 class EngineProcess:
     """One engine child: `exited` is set with its return code."""
 
     def __init__(self, command: EngineCommand, log_fd: int = STDERR, out_fd: int = STDOUT) -> None:
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
+        self._since = ""
+        """When it was started, as the kernel says it."""
         self._guard: subprocess.Popen[bytes] | None = None
+        self._noting: asyncio.Task[None] | None = None
         self._shared = Segments()
         """What it shares with other engines."""
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -89,20 +103,29 @@ class EngineProcess:
             self._guard = start_guard(self._shared)
             process = subprocess.Popen(
                 self._command.argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                start_new_session=True, preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509 - prctl is async-signal-safe
+                start_new_session=True, preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - prctl is async-signal-safe
             )  # fmt: skip
         except BaseException:
             self._leave_nothing()
             raise
-        self._process = process
+        self._process, self._since = process, guard.started_at(process.pid)
         if self._guard is not None and self._guard.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # somebody killed it already
-                self._guard.stdin.write(b"%d\n" % process.pid)
+                self._guard.stdin.write(f"{process.pid} {self._since}\n".encode())
                 self._guard.stdin.flush()
         if process.stderr is not None and process.stdout is not None:
             self.log.follow(process.stderr)
             self.out.follow(process.stdout)
+        self._noting = asyncio.get_running_loop().create_task(self._note(process.pid))
         return process.pid
+
+    async def _note(self, session: int) -> None:
+        """What it shares is noted while it is there: who is killed with it can tell nobody."""
+        pause_s = NOTE_LEAST_S
+        while not self.exited.done():
+            await asyncio.sleep(pause_s)
+            await asyncio.to_thread(self._shared.note, session)
+            pause_s = min(NOTE_MOST_S, 2 * pause_s)
 
     @property
     def log_dropped(self) -> int:
@@ -134,6 +157,9 @@ class EngineProcess:
         Its last child may be Python's resource tracker, which removes the shared memory that the others left.
         """
         process = self._process
+        if self._noting is not None:
+            self._noting.cancel()
+            await asyncio.wait({self._noting})
         if process is not None:
             if not self.exited.done():
                 process.send_signal(self._command.stop_signal)
@@ -141,7 +167,7 @@ class EngineProcess:
                 await asyncio.wait({self.exited}, timeout=grace_s)
             if self.exited.done():
                 await self._group_gone(LEFTOVERS_S)
-            guard.kill_session(process.pid)
+            guard.kill_session(process.pid, self._since)
             await self.exited
             await self._group_gone(KILLED_S)
             await asyncio.gather(*(asyncio.to_thread(pump.finish, LOG_S) for pump in (self.out, self.log)))
@@ -151,11 +177,7 @@ class EngineProcess:
 
     def _leave_nothing(self) -> None:
         """There is no engine any more."""
-        if self._guard is not None:
-            self._guard.kill()
-            if self._guard.stdin is not None:
-                self._guard.stdin.close()
-            self._guard.wait()
+        end_guard(self._guard)
         self._shared.close()
         self._shared = Segments()
 
