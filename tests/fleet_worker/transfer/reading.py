@@ -107,11 +107,11 @@ class SaidPeers(Peers):
 
 
 class Rig:
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], most: int = 8) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], most: int = 8, handoff: Handoff = KEYLESS) -> None:
         self.peers, self.agent, self.done = SaidPeers(context, most), Agent(), list[FetchResult]()
         self.faults = Faults()
         self.reader = Reader(
-            SETTINGS, POOL, self.agent, self.peers, NoProver(), self.done.append, self.faults, KEYLESS,  # type: ignore[arg-type]
+            SETTINGS, POOL, self.agent, self.peers, NoProver(), self.done.append, self.faults, handoff,  # type: ignore[arg-type]
         )  # fmt: skip
 
     def pull(self, name: str, ref: KvReference) -> None:

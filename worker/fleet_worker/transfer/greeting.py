@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from typing import Final
 
+import msgspec
+
 from fleet_wire.sidechannel import PROTOCOL_VERSION, PROVEN_VERSION, Challenge, Granted, Hello, Prove, Refused, Welcome
 from fleet_worker.transfer.base import KvError, KvPool, KvReferenceError, KvTransferError
 from fleet_worker.transfer.handoff import CHALLENGE_BYTES, Handoff
@@ -32,7 +34,8 @@ class Greeter:
         self._compat, self._pool, self._peers, self._handoff = settings.compat, pool, peers, handoff
 
     def greet(self, peer: Peer, done: OnAnswer, *, is_second: bool = False) -> None:
-        """`done` gets a welcome that is believed, or whatever came instead, once."""
+        """`done` gets a welcome that is believed, or whatever came instead, once. A welcome has a proof there only where it was
+        looked at."""
         self._hello(peer, PROVEN_VERSION, lambda answer: self._answered(peer, answer, done, is_second=is_second))
 
     def _hello(self, peer: Peer, version: int, done: OnAnswer) -> None:
@@ -61,11 +64,13 @@ class Greeter:
         elif isinstance(answer, Refused):
             self._plainly(peer, answer, done)
         else:
-            done(answer)
+            done(_without_proof(answer))
 
     def _plainly(self, peer: Peer, refused: Refused, done: OnAnswer) -> None:
         """As before there were proofs. Of a strict owner, which answers that with no welcome, the first word counts."""
-        self._hello(peer, PROTOCOL_VERSION, lambda answer: done(refused if isinstance(answer, Granted) else answer))
+        self._hello(
+            peer, PROTOCOL_VERSION, lambda answer: done(refused if isinstance(answer, Granted) else _without_proof(answer))
+        )
 
     def _prove(self, peer: Peer, challenge: bytes, done: OnAnswer, *, is_second: bool) -> None:
         pool, compat = self._pool, self._compat
@@ -101,6 +106,11 @@ class Greeter:
             done(_unbelieved(answer))
         else:
             done(answer)
+
+
+def _without_proof(answer: Answer | KvTransferError) -> Answer | KvTransferError:
+    """What is written where a proof would be, in a welcome that was asked for none, is nobody's word."""
+    return msgspec.structs.replace(answer, proof=b"") if isinstance(answer, Welcome) else answer
 
 
 def _unbelieved(answer: Answer) -> Refused:
