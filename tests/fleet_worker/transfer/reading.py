@@ -93,8 +93,8 @@ class SaidPeers(Peers):
         super().__init__(context, 5.0, Faults(), most)
         self.asked: list[tuple[float, Peer, Message]] = []
 
-    def call(self, peer: Peer, make: Callable[[int], Any], now: float, on_answer: Any) -> None:
-        super().call(peer, make, now, on_answer)
+    def call(self, peer: Peer, make: Callable[[int], Any], now: float, on_answer: Any, until: float = float("inf")) -> None:
+        super().call(peer, make, now, on_answer, until)
         self.asked.append((now, peer, make(self._next_call)))
 
     def told(self, kind: type[Message]) -> list[tuple[float, Any]]:

@@ -27,7 +27,7 @@ STAMP_BYTES: Final = 8
 BODY_BYTES: Final = STAMP_BYTES + NONCE_BYTES
 CHALLENGE_BYTES: Final = BODY_BYTES + PROOF_BYTES
 CHALLENGE_S: Final = 30.0
-"""How long a challenge may be proven, by its owner's own clock; a reader waits 5 s for each answer."""
+"""How long a challenge may be proven, by its owner's own clock; a reader's whole greeting takes 5 s at most."""
 GRACE_S: Final = 180.0
 """A worker that began without a key, and is given one, goes on as before for so long: kubelets bring a new Secret to all pods
 within a minute or two. One that begins with a key is strict at once."""

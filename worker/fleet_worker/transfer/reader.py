@@ -57,6 +57,8 @@ class Pull:
     begun: float
     pull_id: int = 0
     renew_at: float = 0.0
+    greeted_by: float = float("inf")
+    """Its owner is greeted by then, however often it is greeted anew; inf: that was not needed."""
     cancelled: bool = False
     peer: Peer | None = None
     chunks: deque[range] = field(default_factory=deque)
@@ -176,14 +178,16 @@ class Reader:
     def _greet(self, pull: Pull) -> None:
         """Of an owner whose life is not the reference's one of both is over: it says which. One that proved nothing, when nobody
         had to, proves it now. The pulls from it go on meanwhile."""
-        peer = pull.peer = self.reach(pull.reference.remote_host, pull.reference.remote_port, time.monotonic())
+        now = time.monotonic()
+        peer = pull.peer = self.reach(pull.reference.remote_host, pull.reference.remote_port, now)
         if peer.welcome is not None and peer.welcome.epoch == pull.reference.remote_epoch and self._counts(peer.welcome):
             self._start(pull, peer.welcome)
             return
         peer.waiting_for_welcome.append(lambda answer: self._guarded(pull, lambda one: self._greeted(one, peer, answer)))
+        pull.greeted_by = min(pull.greeted_by, now + self._settings.call_timeout_s)
         if not peer.greeting:
             peer.greeting = True
-            self._greeter.greet(peer, lambda answer: self._welcomed(peer, answer))
+            self._greeter.greet(peer, lambda answer: self._welcomed(peer, answer), pull.greeted_by)
 
     def _counts(self, welcome: Welcome) -> bool:
         """Without a proof only while none is asked for: what was heard before a worker became strict is what anybody may have
