@@ -35,7 +35,7 @@ class Pair:
         self.rig.peers.answer(lambda call: Challenge(call=call, challenge=self.owner.challenge()))
         asked = self.rig.peers.asked[-1][2]
         assert isinstance(asked, Prove)
-        self.rig.peers.answer(lambda call: self.owner.handoff.welcoming(change(welcome(call)), asked))
+        self.rig.peers.answer(lambda call: self.owner.handoff.welcoming(change(welcome(call)), asked, "10.0.0.1", 5600))
 
     def greetings(self) -> int:
         return len(self.rig.peers.told(Hello))

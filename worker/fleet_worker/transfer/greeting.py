@@ -91,7 +91,7 @@ class Greeter:
 
         self._hello(greeting, PROTOCOL_VERSION, told)
 
-    def _prove(self, greeting: _Greeting, challenge: bytes) -> None:
+    def _prove(self, greeting: _Greeting, challenge: bytes, *, by_other: bool = False) -> None:
         pool, compat, peer = self._pool, self._compat, greeting.peer
         said = list[Prove]()
 
@@ -100,10 +100,16 @@ class Greeter:
                 call=call, version=PROVEN_VERSION, compat=compat, block_bytes=pool.block_bytes, block_tokens=pool.block_tokens,
                 challenge=challenge, nonce=b"",
             )  # fmt: skip
-            said.append(self._handoff.proving(bare, peer.host, peer.port))
+            said.append(self._handoff.proving(bare, peer.host, peer.port, by_other=by_other))
             return said[-1]
 
-        self._peers.call(peer, proven, time.monotonic(), lambda answer: self._ended(greeting, answer, said), greeting.until)
+        def ended(answer: Answer | KvTransferError) -> None:
+            if isinstance(answer, Refused) and answer.reason == "proof" and not by_other and self._handoff.has_other():
+                self._prove(greeting, challenge, by_other=True)
+            else:
+                self._ended(greeting, answer, said)
+
+        self._peers.call(peer, proven, time.monotonic(), ended, greeting.until)
 
     def _ended(self, greeting: _Greeting, answer: Answer | KvTransferError, said: list[Prove]) -> None:
         """An owner that began anew in between knows its challenge no more: it gives another one, once. The last of `said` was
