@@ -84,7 +84,8 @@ def is_due(fleet: InferenceFleet, memory: KeyMemory, now: float, *, makes_pods: 
 
 def is_without(fleet: InferenceFleet, memory: KeyMemory) -> bool:
     """We may not make it; an operator that has just started knows that by what the status says, and tries."""
-    return memory.refusals > 0 or (memory.asked_at == NEVER and fleet.status.condition("PeerKey") is not None)
+    said = fleet.status.condition("PeerKey")
+    return memory.refusals > 0 or (memory.asked_at == NEVER and said is not None and said.reason == "NoPeerKey")
 
 
 def render_key(fleet: InferenceFleet, owner: Object) -> Object:

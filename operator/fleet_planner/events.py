@@ -55,7 +55,7 @@ SEVERE: Final = frozenset(
     }
 )
 """Reasons that warn even when the fleet was never well: somebody has to do something."""
-IN_ORDER: Final = frozenset({DELETING, "NoPeerKey", "Progressing", "Paused", "Prefetching", "Queued", "Waking"})
+IN_ORDER: Final = frozenset({DELETING, "NoPeerKey", "PeerKeyPending", "Progressing", "Paused", "Prefetching", "Queued", "Waking"})
 """Reasons of states that are neither good nor bad."""
 QUOTA: Final = "QuotaExceeded"
 NAME_CONFLICT = "NameConflict"

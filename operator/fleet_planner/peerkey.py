@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
 from fleet_api.v1alpha1 import InferenceFleet
-from fleet_planner.types import Verdict
+from fleet_planner.types import ObservedPod, Template, Verdict
+
+OWN: Final = ""
+"""`told` of the Secret that the operator makes."""
 
 
 def gossips(fleet: InferenceFleet) -> bool:
@@ -25,6 +32,46 @@ def seeds(fleet: InferenceFleet) -> bool:
 def needs_key(fleet: InferenceFleet) -> bool:
     """Something of this fleet is off, or open, without one."""
     return gossips(fleet) or hands_over(fleet)
+
+
+def told(fleet: str, secret: str, key: str) -> str:
+    """Which key pods have. The operator's is one, whatever the uid of the fleet that it was made for: a fleet that is restored
+    with its workers restarts none of them."""
+    return OWN if re.fullmatch(rf"{re.escape(fleet)}-peers-[0-9a-f]{{8}}", secret) else f"{secret}/{key}"
+
+
+def wished(fleet: InferenceFleet) -> str:
+    """The key that new pods get."""
+    named = fleet.spec.peer_key
+    return OWN if named is None else told(fleet.metadata.name, named.secret_ref.name, named.secret_ref.key)
+
+
+def pending(
+    fleet: InferenceFleet,
+    pods: Sequence[ObservedPod],
+    stored: Mapping[str, Mapping[str, Template]],
+    wanted: Mapping[str, Template],
+) -> Verdict | None:
+    """The condition PeerKey while workers have another key than spec.peerKey names: a pod keeps what it was made with. `wanted`:
+    by tier, what new ones are made from; that is older than keys where an operator from before them made it."""
+    if fleet.spec.peer_key is None or not hands_over(fleet):
+        return None
+    workers = [pod for pod in pods if not pod.terminating and not pod.member and pod.revision in stored.get(pod.tier, {})]
+    have = [stored[pod.tier][pod.revision].key for pod in workers]
+    late, bare = sum(key != wished(fleet) for key in have), have.count(None)
+    if not late:
+        return None
+    others = [f"{late - bare} have another key"] if late > bare else []
+    others += [f"{bare} have none and give KV to whoever reaches them"] if bare else []
+    never = sorted(name for name, template in wanted.items() if template.key is None)
+    until = (
+        f"the revision of tier {', '.join(never)} is older than keys: another value of the annotation "
+        "inferencefleet.io/restarted-at replaces its workers"
+        if never
+        else "the rollout replaces them"
+    )
+    words = f"of {len(workers)} workers {' and '.join(others)}, not the one that spec.peerKey names; {until}"
+    return "False", "PeerKeyPending", words
 
 
 def peer_key(fleet: InferenceFleet, *, makes_keys: bool) -> Verdict | None:

@@ -8,6 +8,10 @@ allow now stays asked for, as the target's `replicas`, beside the workers that t
 Two that scale both roles against the ratio disagree: both wishes are met with more workers, and each target goes on saying what
 was asked of it, so that whoever asked finds it there and writes no more. That they disagree is written on the target, too
 (`size`, beside `planned`): both stand until one of them asks for something that goes with the other.
+
+Who finds what it asked for writes nothing, and nor does who has gone. So every half hour whoever did not get what it asked for
+is asked again: its target says what there is, which is more than it asked for. One that is there writes its wish once more, for
+which no worker goes; else it is over. Whose wish is met is never asked: its target would have to say less, and it climb back.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from fleet_planner.types import ROLES, Observed, PoolWanted, Role
 STANDS_S = 120.0
 """Autoscalers ask every 15 to 30 s for what they do not have. Two that ask for what the ratio does not allow together each took
 away what the other one had just got: three workers were made and drained in every round, for ever."""
+ASK_AGAIN_S = 1_800.0
+"""A wish that is not met counts for so long, if it is not said again."""
 EVERY_REVISION = "00000000"
 """What a target says where a pool has its revision. Operators that know no targets take it for nobody's, and leave it alone."""
 
@@ -53,6 +59,15 @@ def dispute_words(said: Pair, sizes: Pair) -> str:
         f"{said[0]} prefill and {said[1]} decode workers were asked for, which its ratio and bounds do not allow together: "
         f"{wins}, with {sizes[0]} prefill and {sizes[1]} decode; ask for these, or change the tier's ratio"
     )
+
+
+def asked_again(lately: Asked, said: Mapping[Role, int], now: float) -> tuple[bool, Asked]:
+    """Whether two that disagree are to be asked again now, and what was asked lately from now on. An operator that has just
+    started does not know since when they do. What is there meanwhile stands: see `standing`."""
+    since = max((at for _, at, _ in lately), default=None)
+    if since is not None and now - since < ASK_AGAIN_S:
+        return False, lately
+    return since is not None, tuple(sorted((role, now, size) for role, size in said.items()))
 
 
 def standing(lately: Asked, scaled: Mapping[Role, int], sizes: Mapping[Role, int], now: float) -> tuple[dict[Role, int], Asked]:

@@ -16,7 +16,7 @@ from fleet_planner.ratio import Bounds, Pair, bounds_of, project
 from fleet_planner.replicas import Replica
 from fleet_planner.rollout import Limits, larger, next_step, smaller
 from fleet_planner.scale import ScaleDecision, ScaleInputs, want
-from fleet_planner.scale_targets import asked_of_targets, dispute_words, disputed, standing
+from fleet_planner.scale_targets import asked_again, asked_of_targets, dispute_words, disputed, standing
 from fleet_planner.types import ROLES, Observed, ObservedPool, Role, ScaleMemory
 from fleet_planner.zero import rolls
 
@@ -78,7 +78,7 @@ def size_tier(fleet: InferenceFleet, tier: TierSpec, observed: Observed, workers
     memory = observed.memory.get(tier.name, ScaleMemory())
     both = disputed(tier.name, observed) if fleet.spec.scaling.mode == "external" else {}
     if both and not scaled:
-        return _between(_clamped(both, bounds), bounds, memory)
+        return _still_between(_clamped(both, bounds), bounds, memory, now)
     if scaled := both | scaled:
         wish = (scaled.get("prefill", wished[0]), scaled.get("decode", wished[1]))
         lately = memory.asked if fleet.spec.scaling.mode == "external" else None
@@ -114,6 +114,17 @@ def _scaled(wish: Pair, scaled: dict[Role, int], bounds: Bounds, lately: Asked |
     if lately is not None and len(both) == len(ROLES) and sizes != (said := _clamped(both, bounds)):
         return _between(said, bounds, held)
     return ScaleDecision(*sizes, reason, held)
+
+
+def _still_between(said: Pair, bounds: Bounds, memory: ScaleMemory, now: float) -> ScaleDecision:
+    """The same, of two that have not said anything since."""
+    found = _between(said, bounds, memory)
+    if found.disputed is None:
+        return found
+    is_due, asked = asked_again(memory.asked, dict(zip(ROLES, said, strict=True)), now)
+    found = replace(found, memory=altered(memory, asked=asked))
+    words = f"{found.reason}; whoever did not get what it asked for is asked again"
+    return replace(found, reason=words, disputed=None) if is_due else found
 
 
 def _between(said: Pair, bounds: Bounds, memory: ScaleMemory) -> ScaleDecision:

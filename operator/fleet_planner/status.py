@@ -21,7 +21,7 @@ from fleet_planner.fabric import disaggregating, transport_verified
 from fleet_planner.gang import workers_of
 from fleet_planner.healing import UNHURT, Healing
 from fleet_planner.money import cost_left, cost_now, exact, may_hold
-from fleet_planner.peerkey import peer_key
+from fleet_planner.peerkey import peer_key, pending
 from fleet_planner.ratio import bounds_of, project, within
 from fleet_planner.replicas import Replica
 from fleet_planner.revisions import TierPlan
@@ -76,7 +76,8 @@ def plan_status(
         verdicts["AdaptersLoaded"] = loaded
     if cached is not None:
         verdicts["ModelCached"] = cached
-    if (keyless := peer_key(fleet, makes_keys=observed.makes_keys)) is not None:
+    keyless = peer_key(fleet, makes_keys=observed.makes_keys)
+    if (keyless := keyless or pending(fleet, observed.pods, observed.stored, observed.templates)) is not None:
         verdicts["PeerKey"] = keyless
     verdicts["Ready"] = _ready(verdicts)
     known = tuple([condition for condition in fleet.status.conditions if condition.type in verdicts])

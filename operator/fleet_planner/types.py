@@ -341,13 +341,13 @@ class Template:
     """First 8 hex digits of a hash over everything that a running pod cannot change."""
     compat: str
     """KV moves only between workers with equal hashes."""
-    gpus: tuple[int, int] = (0, 0)
-    nodes: tuple[int, int] = (1, 1)
-    """Of one prefill and of one decode worker: devices, all of its nodes together, and pods."""
+    gpus: tuple[int, int] = (0, 0)  # devices of one prefill and of one decode worker, all of its nodes together
+    nodes: tuple[int, int] = (1, 1)  # pods of each
     number: int = 0  # place in the history, growing
     flippable: bool = False  # a worker of one role can become one of the other in place: equal pods apart from the role
     starts_anew: bool = False  # its engine is started once more for that
     price: float | None = None  # of one device for an hour, when it was stored; None: nobody said one
+    key: str | None = None  # `peerkey.told` of the Secret that its pods have; None: they have none
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from fleet_operator.cluster.interface import FLEET, POD, POOL, ForbiddenError
 from fleet_operator.names import FLEET as FLEET_LABEL
 from fleet_operator.names import PLANNED, REVISION, ROLE, SIZE
 from fleet_operator.scale_targets import is_target
-from fleet_planner.scale_targets import EVERY_REVISION, STANDS_S
+from fleet_planner.scale_targets import ASK_AGAIN_S, EVERY_REVISION, STANDS_S
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
 TIER = {
@@ -252,6 +252,62 @@ def test_who_comes_round_ends_a_dispute_and_a_change_of_one_side_costs_no_worker
         await scale(world, 6)
         await world.settle()
         assert await sizes(world) == (2, 6), "the other one follows again, and its target says so"
+
+    play(scenario, **EXTERNAL)
+
+
+async def uids(world: World) -> set[str]:
+    return {pod["metadata"]["uid"] for pod in await world.store.list(POD, NAMESPACE)}
+
+
+async def wished_at(world: World, after_s: float, wish: dict[str, int], every_s: float = 15.0) -> set[str]:
+    """Reasons of the condition, while those of `wish` look every 15 s whether their target says it."""
+    found, end = set[str](), world.now + after_s
+    while world.now < end:
+        for role, replicas in wish.items():
+            if (await target(world, role))["spec"]["replicas"] != replicas:
+                await scale(world, replicas, role)
+        world.now += every_s
+        await world.step()
+        await world.touch()  # every fleet is looked at again and again
+        found.add((await world.condition("WithinRatio"))["reason"])
+    return found
+
+
+@pytest.mark.parametrize("restart", [False, True], ids=["", "restart"])
+def test_a_dispute_whose_unmet_side_has_gone_is_over_within_half_an_hour(restart: bool):
+    """It stood for ever: who finds what it asked for writes nothing, and nor does who has gone."""
+
+    async def scenario(world: World) -> None:
+        both = {"prefill": 2, "decode": 8}
+        assert "WishesDisagree" in await wished_at(world, 300, both)
+        there = await uids(world)
+        if restart:
+            world.operator = world.new_operator()
+        await wished_at(world, ASK_AGAIN_S + 60, {"decode": 8})
+        assert (await world.condition("WithinRatio"))["reason"] == "InRatio"
+        assert (await world.workers(), await sizes(world)) == ({"prefill": 3, "decode": 8}, (3, 8))
+        assert await uids(world) == there
+        assert SIZE not in (await target(world, "prefill"))["metadata"]["annotations"]
+        assert [await world.touch() for _ in range(2)] == [[], []]
+        assert await wished_at(world, 300, {"decode": 4}) <= {"InRatio", "OutOfRatio"}
+        assert (await sizes(world))[1] == 4
+
+    play(scenario, **EXTERNAL)
+
+
+def test_two_that_go_on_to_disagree_are_asked_every_half_hour_and_that_costs_no_worker():
+    async def scenario(world: World) -> None:
+        both = {"prefill": 2, "decode": 8}
+        await wished_at(world, 300, both)
+        there = await uids(world)
+        for _ in range(3):
+            assert "WishesDisagree" in await wished_at(world, ASK_AGAIN_S, both)
+            assert await uids(world) == there
+        assert (await world.condition("WithinRatio"))["reason"] == "WishesDisagree"
+        assert (await world.workers(), await sizes(world)) == ({"prefill": 3, "decode": 8}, (2, 8))
+        warned = [line for line in await world.events() if line.startswith("Warning WishesDisagree ")]
+        assert len(warned) <= 4
 
     play(scenario, **EXTERNAL)
 

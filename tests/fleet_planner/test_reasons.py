@@ -59,6 +59,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "NotAccepted": ("Ready", "False", "", ""),  # by Accepted
     "NotProvisioned": ("Ready", "False", "", ""),  # by its problems
     "OutOfRatio": ("WithinRatio", "False", "Warning", "Warning"),
+    "PeerKeyPending": ("PeerKey", "False", "Normal", "Normal"),  # everything serves, and the rollout says the rest
     "PairFailing": ("Disaggregating", "False", "Warning", "Warning"),
     "Paused": ("RollingOut", "True", "Normal", "Normal"),
     "Prefetching": ("ModelCached", "False", "Normal", "Normal"),

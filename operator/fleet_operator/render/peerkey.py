@@ -9,6 +9,7 @@ from typing import Final
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.port import PEER_KEY
 from fleet_operator.cluster.interface import Object
+from fleet_planner.peerkey import told
 from fleet_wire.peerkey import HANDOFF_PROOF_ENV, HANDOFF_REQUIRED, PEER_KEY_ENV
 
 KEY: Final = PEER_KEY
@@ -20,6 +21,15 @@ def peer_key_name(fleet: InferenceFleet) -> str:
     """Of the Secret that the operator makes. A fleet that is deleted and made again has another one: the old one is going."""
     life = hashlib.blake2b(fleet.metadata.uid.encode(), digest_size=4).hexdigest()
     return f"{fleet.metadata.name}-peers-{life}"
+
+
+def key_in(pods: Object, fleet: str) -> str | None:
+    """`told` of the key that pods of these stored specs have, by role; None: they have none, or somebody made those specs."""
+    try:
+        mounted = next(volume["secret"] for volume in pods["prefill"]["volumes"] if volume["name"] == VOLUME)
+        return told(fleet, mounted["secretName"], mounted["items"][0]["key"])
+    except (LookupError, TypeError, StopIteration):
+        return None
 
 
 def guard_hand_off(fleet: InferenceFleet, container: Object, spec: Object) -> None:

@@ -20,12 +20,13 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.tier import PRICE_MOST, TierSpec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.cluster.merge import clone
-from fleet_operator.names import GROUP, REVISION, TIER, labels, owner_reference
+from fleet_operator.names import FLEET, GROUP, REVISION, TIER, labels, owner_reference
 from fleet_operator.render import fabric
 from fleet_operator.render.gang import gang_of
+from fleet_operator.render.peerkey import key_in
 from fleet_operator.render.worker import pod_spec
 from fleet_operator.settings import Platform
-from fleet_planner.peerkey import hands_over
+from fleet_planner.peerkey import hands_over, wished
 from fleet_planner.types import ROLES, Template
 from fleet_worker.config import CONFIG_ENV, decode, encode
 
@@ -45,8 +46,9 @@ NOT_OF_PODS: Final = frozenset({"ratio", "model", "cost"})
 says what spec.model says changes nothing."""
 
 
-def revision_inputs(fleet: InferenceFleet, tier: TierSpec) -> dict[str, Any]:
-    """Everything of a fleet that a tier's pods depend on; what equals its default is left out, so writing it changes nothing."""
+def revision_inputs(fleet: InferenceFleet, tier: TierSpec, *, keyed: bool = False) -> dict[str, Any]:
+    """Everything of a fleet that a tier's pods depend on; what equals its default is left out, so writing it changes nothing.
+    `keyed`: its key, too, where that is left out (`_key_apart`)."""
     spec = fleet.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     mine = tier.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     shape = {key: value for key, value in mine.items() if key not in NOT_OF_PODS}
@@ -55,9 +57,8 @@ def revision_inputs(fleet: InferenceFleet, tier: TierSpec) -> dict[str, Any]:
     spec["model"].get("cache", {}).pop("prefetch", None)
     for role in ("prefill", "decode"):
         shape[role] = _without_marks({key: value for key, value in shape.get(role, {}).items() if key not in SIZING})
-    seed = tier.kv_transfer.seed  # where it is off, workers once had no key: its name must restart none of those
-    if "peerKey" in spec and fleet.spec.engine.type == "torch" and (seed is None or seed.enabled):
-        shape["peerKey"] = spec["peerKey"]
+    if keyed or ("peerKey" in spec and fleet.spec.engine.type == "torch" and not _key_apart(fleet, tier)):
+        shape["peerKey"] = spec.get("peerKey", {})
     return {
         **{part: spec[part] for part in SPEC_PARTS if part in spec},
         "servedName": fleet.served_name,
@@ -75,17 +76,33 @@ def _without_marks(role: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "podTemplate": template} if template else rest
 
 
+def _key_apart(fleet: InferenceFleet, tier: TierSpec) -> bool:
+    """Where seeding is off, workers once had no key: naming one must not give those another revision that had it all along."""
+    seed = tier.kv_transfer.seed
+    return fleet.spec.engine.type == "torch" and seed is not None and not seed.enabled
+
+
 def revision_of(fleet: InferenceFleet, tier: TierSpec) -> str:
-    """Name of the revision that the spec asks for."""
+    """Name of the revision that the spec asks for, as far as the spec alone can tell (see `template_of`)."""
     return _digest(revision_inputs(fleet, tier))[:8]
+
+
+def _with_its_key(fleet: InferenceFleet, tier: TierSpec, stored: dict[str, Template], revision: str) -> str:
+    """`revision`, or the one with the fleet's key in its name where pods of that name have another key than the spec asks for.
+    Those without any keep their revision: an upgrade restarts nothing, and the status tells of them."""
+    plain = stored.get(revision)
+    if not stored or not _key_apart(fleet, tier) or (plain is not None and plain.key in (None, wished(fleet))):
+        return revision
+    keyed = _digest(revision_inputs(fleet, tier, keyed=True))[:8]
+    return revision if plain is None and keyed not in stored else keyed
 
 
 def template_of(
     fleet: InferenceFleet, tier: TierSpec, stored: dict[str, Template], platform: Platform, revision: str = ""
 ) -> Template:
-    """The template that the spec asks for: the stored one when this revision existed before. `revision`: its name, where the
-    caller knows `revision_of` already."""
-    revision = revision or revision_of(fleet, tier)
+    """The template that the spec asks for: the stored one when this revision existed before. `revision`: `revision_of`, where
+    the caller knows it already."""
+    revision = _with_its_key(fleet, tier, stored, revision or revision_of(fleet, tier))
     if revision in stored:
         return stored[revision]
     prefill, decode = (device[1] if (device := tier.device_request(role)) is not None else 0 for role in ROLES)
@@ -93,7 +110,8 @@ def template_of(
     nodes = tier.nodes_of("prefill"), tier.nodes_of("decode")
     price = tier.cost.per_gpu_hour if tier.cost is not None else None
     compat = compat_of(fleet, tier, platform)
-    template = Template(revision, compat, gpus=(prefill, decode), nodes=nodes, number=number, price=price)
+    key = wished(fleet) if hands_over(fleet) else None
+    template = Template(revision, compat, gpus=(prefill, decode), nodes=nodes, number=number, price=price, key=key)
     if not _flippable(fleet, tier, template, platform):
         return template
     return replace(template, flippable=True, starts_anew=STARTED_ANEW[fleet.spec.engine.type])
@@ -164,7 +182,7 @@ def render_revision(fleet: InferenceFleet, tier: TierSpec, template: Template, p
             **({"startsAnew": True} if template.starts_anew else {}),
             **({"perGpuHour": template.price} if template.price is not None else {}),
             "pods": {role: pod_spec(fleet, tier, role, template, platform) for role in ROLES},
-            "inputs": revision_inputs(fleet, tier),
+            "inputs": revision_inputs(fleet, tier, keyed=template.revision != revision_of(fleet, tier)),
             **_fabric_of(tier),
         },
     }
@@ -192,6 +210,7 @@ def observe_revisions(objects: Iterable[Object]) -> dict[str, dict[str, Template
                 at[1], data["compat"], tuple(data["gpus"]), tuple(data["nodes"]), int(obj.get("revision", 0)),
                 data.get("flippable") is True, data.get("startsAnew") is True,  # workers of older operators cannot
                 _price(data.get("perGpuHour")),  # nor did they keep one
+                key_in(data["pods"], obj["metadata"]["labels"].get(FLEET, "")),
             )  # fmt: skip
             found.setdefault(at[0], {})[at[1]] = template
     return found

@@ -304,9 +304,9 @@ def test_an_engine_that_was_started_anew_is_given_everything_again(tmp_path: Pat
     async def scenario(keeper: AdapterKeeper, engine: Engine) -> None:
         await keeper.first_round()
         engine.loaded.clear()
-        keeper.engine_anew()
+        keeper.engine_gone()
         assert states(keeper) != {"a": "Loaded"}
-        await keeper.first_round()
+        await keeper.engine_there()
         assert states(keeper) == {"a": "Loaded"}
         assert (engine.calls, set(engine.loaded)) == (["load a", "load a"], {"a"})
 

@@ -93,8 +93,8 @@ class SaidPeers(Peers):
         super().__init__(context, 5.0, Faults(), most)
         self.asked: list[tuple[float, Peer, Message]] = []
 
-    def call(self, peer: Peer, make: Callable[[int], Any], now: float, on_answer: Any) -> None:
-        super().call(peer, make, now, on_answer)
+    def call(self, peer: Peer, make: Callable[[int], Any], now: float, on_answer: Any, until: float = float("inf")) -> None:
+        super().call(peer, make, now, on_answer, until)
         self.asked.append((now, peer, make(self._next_call)))
 
     def told(self, kind: type[Message]) -> list[tuple[float, Any]]:
@@ -107,11 +107,11 @@ class SaidPeers(Peers):
 
 
 class Rig:
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], most: int = 8) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], most: int = 8, handoff: Handoff = KEYLESS) -> None:
         self.peers, self.agent, self.done = SaidPeers(context, most), Agent(), list[FetchResult]()
         self.faults = Faults()
         self.reader = Reader(
-            SETTINGS, POOL, self.agent, self.peers, NoProver(), self.done.append, self.faults, KEYLESS,  # type: ignore[arg-type]
+            SETTINGS, POOL, self.agent, self.peers, NoProver(), self.done.append, self.faults, handoff,  # type: ignore[arg-type]
         )  # fmt: skip
 
     def pull(self, name: str, ref: KvReference) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ class Pod:
     def _heard(self, line: Line, host: str, port: int) -> Answer | KvTransferError:
         ended = list[Answer | KvTransferError]()
         peer = Peer(host, port, None)  # type: ignore[arg-type]
-        Greeter(self.settings, POOL, line, self.handoff).greet(peer, ended.append)  # type: ignore[arg-type]
+        Greeter(self.settings, POOL, line, self.handoff).greet(peer, ended.append, math.inf)  # type: ignore[arg-type]
         (answer,) = ended
         return answer
 
@@ -110,7 +111,7 @@ class Line:
     def __init__(self, reply: Reply) -> None:
         self._reply, self.said = reply, list[Message]()
 
-    def call(self, peer: Peer, make: Any, now: float, on_answer: Any) -> None:
+    def call(self, peer: Peer, make: Any, now: float, on_answer: Any, until: float) -> None:
         self.said.append(make(len(self.said) + 1))
         frame = self._reply(encode(self.said[-1]))
         on_answer(decode(frame) if frame is not None else KvTransferError("timeout", "nothing came"))

@@ -164,3 +164,30 @@ def greeted(reader: Side, owner: Side) -> None:
     if peer is not None:
         reader.connector._reader._spare[peer.agent_name] = False
         peer.welcome = None
+
+
+def test_a_pair_that_greeted_before_proofs_were_asked_for_proves_itself_once_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What answered at an address while the key was on its way was believed for as long as the worker lived."""
+    for module in (keeping, handing):
+        monkeypatch.setattr(module, "LOOK_S", 0.02)
+    files = [tmp_path / name for name in "abc"]
+    with sides(35, *files) as (owner, reader, bare):
+        assert wait(lambda: all(one.connector._handoff._keys._looked_at > float("-inf") for one in (owner, reader, bare)))
+        assert (pulled(owner, reader, "a"), pulled(bare, reader, "b")) == ("", "")
+        for file in files[:2]:
+            written(tmp_path, file.name, KEY)
+        assert wait(lambda: all(one.connector._handoff.has_key() for one in (owner, reader)))
+        found = questions(owner)
+        assert (pulled(owner, reader, "c"), pulled(bare, reader, "d")) == ("", ""), "the grace: others are without"
+        assert (found[Hello], found[Prove]) == (0, 0)
+        monkeypatch.setattr(handing, "GRACE_S", 0.0)
+        assert wait(lambda: owner.connector.is_guarded() and reader.connector.is_guarded())
+        for number in range(5):
+            assert pulled(owner, reader, f"e{number}") == ""
+        assert (found[Hello], found[Prove]) == (1, 1), "once"
+        assert pulled(bare, reader, "f") == "unproven"
+        written(tmp_path, files[2].name, KEY)
+        assert wait(bare.connector._handoff.has_key)
+        assert pulled(bare, reader, "g") == "", "it has the key by now"

@@ -53,6 +53,11 @@ class AdapterKeeper:
         self._untidy = False
         self._wake = asyncio.Event()
         self._settled = asyncio.Event()
+        self._there = asyncio.Event()
+        """There is an engine that answers."""
+        self._there.set()
+        self._lives = 0
+        """Engines that have gone: what one of them said of an adapter is nothing to the next one."""
 
     def wish(self, wished: Sequence[AdapterWish]) -> None:
         """The whole set that should be there."""
@@ -61,11 +66,20 @@ class AdapterKeeper:
         self._failed = {name: failure for name, failure in self._failed.items() if name in names}
         self._wake.set()
 
-    def engine_anew(self) -> None:
-        """Its engine was started once more: what it had is loaded again."""
+    def engine_gone(self) -> None:
+        """Its engine is ended, for another one to be started: nothing is loaded any more, and nothing can be. What is wished
+        meanwhile waits, and fails nobody."""
         self._held, self._failed, self._unsure = {}, {}, set()
+        self._lives += 1
+        self._there.clear()
         self._settled.clear()
+
+    async def engine_there(self) -> None:
+        """It answers. The next one, if one has gone, is given everything that is wished by now: returns when each was tried."""
+        self._there.set()
         self._wake.set()
+        if self._lives:
+            await self.first_round()
 
     def report(self) -> list[dict[str, str]]:
         """For /state."""
@@ -76,13 +90,14 @@ class AdapterKeeper:
         try:
             await asyncio.wait_for(self._settled.wait(), FIRST_ROUND_S)
         except TimeoutError:
-            return  # the report says which are missing
+            self._settled.set()  # nobody waits so long again; the report says which are missing
 
     async def run(self) -> None:
         """For ever, from the moment when the engine answers."""
         try:
             while True:
                 self._wake.clear()
+                await self._there.wait()
                 steps = plan(self._wished, self._held, self._failed, self._busy, time.monotonic(), self._unsure)
                 for wish in steps.load:
                     self._begin(wish.name, self._load(wish))
@@ -120,14 +135,26 @@ class AdapterKeeper:
                         "NotSupported", "a worker over several nodes serves no adapters: only its first pod has them"
                     )
                 staged = await alone(stage, wish.source, self._settings.root, self._folder)
-                await self._give(wish, staged)
-                self._held[wish.name] = Held(wish.source, staged.digest, str(staged.folder))
-                self._failed.pop(wish.name, None)
-                self._untidy = True
+                await self._given(wish, staged)
         except AdapterError as error:
             self._fail(wish, error.reason, str(error))
         except Exception as error:  # one adapter's surprise must end neither the others nor the worker
             self._fail(wish, "InternalError", f"{type(error).__name__}: {error}")
+
+    async def _given(self, wish: AdapterWish, staged: Staged) -> None:
+        """To the engine of now. One that went meanwhile, whatever it said or did not say, is as if it had not been asked."""
+        await self._there.wait()
+        life = self._lives
+        try:
+            await self._give(wish, staged)
+        except Exception:
+            if life == self._lives:
+                raise
+        if life != self._lives:
+            return
+        self._held[wish.name] = Held(wish.source, staged.digest, str(staged.folder))
+        self._failed.pop(wish.name, None)
+        self._untidy = True
 
     async def _give(self, wish: AdapterWish, staged: Staged) -> None:
         before = self._held.get(wish.name)

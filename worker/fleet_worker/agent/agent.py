@@ -219,6 +219,8 @@ class Agent:
             problem = await self._start_anew(asked)
         else:
             problem = await self._first_token()
+        if problem is None:
+            await self._adapters.engine_there()
         if self._life.phase != "FlippingRole":
             return
         if problem is not None:
@@ -232,14 +234,11 @@ class Agent:
         """Its engine once more, for this role. Why it does not serve, in words, or None."""
         self._life = rules.engine_anew(self._life, time.monotonic())
         self._note(f"engine starting anew, for {role}")
+        self._adapters.engine_gone()
         pid = await self._running.begin_anew(msgspec.structs.replace(self._config, role=role))
         self._life = rules.engine_started(self._life, pid)
         answers = self._running.answers(self._client.healthy, lambda: self._life.phase == "FlippingRole", rules.ENGINE_START_S)
-        problem = await answers or await self._first_token()
-        if problem is None:
-            self._adapters.engine_anew()
-            await self._adapters.first_round()
-        return problem
+        return await answers or await self._first_token()
 
     async def _first_token(self) -> str | None:
         """None: it came. Else why not, in words."""

@@ -8,7 +8,10 @@ greets once more as the older one knows it. Used by the transfer thread only.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, replace
 from typing import Final
+
+import msgspec
 
 from fleet_wire.sidechannel import PROTOCOL_VERSION, PROVEN_VERSION, Challenge, Granted, Hello, Prove, Refused, Welcome
 from fleet_worker.transfer.base import KvError, KvPool, KvReferenceError, KvTransferError
@@ -25,82 +28,109 @@ PROOF_REASONS: Final = ("proof", "stale", UNBELIEVED)
 """Refusals that say nothing of the reference: another worker may be the right one."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Greeting:
+    """One, to its end."""
+
+    peer: Peer
+    done: OnAnswer
+    until: float
+    """All its questions are answered by then, or none counts: one for each of them let a slow liar hold a pull five times as
+    long as a silent one."""
+    is_second: bool = False
+
+
 class Greeter:
     """Of one reader."""
 
     def __init__(self, settings: TransferSettings, pool: KvPool, peers: Peers, handoff: Handoff) -> None:
         self._compat, self._pool, self._peers, self._handoff = settings.compat, pool, peers, handoff
 
-    def greet(self, peer: Peer, done: OnAnswer, *, is_second: bool = False) -> None:
-        """`done` gets a welcome that is believed, or whatever came instead, once."""
-        self._hello(peer, PROVEN_VERSION, lambda answer: self._answered(peer, answer, done, is_second=is_second))
+    def greet(self, peer: Peer, done: OnAnswer, until: float) -> None:
+        """`done` gets a welcome that is believed, or whatever came instead, once, and by `until`. A welcome has a proof there
+        only where it was looked at."""
+        self._begin(_Greeting(peer, done, until))
 
-    def _hello(self, peer: Peer, version: int, done: OnAnswer) -> None:
+    def _begin(self, greeting: _Greeting) -> None:
+        self._hello(greeting, PROVEN_VERSION, lambda answer: self._answered(greeting, answer))
+
+    def _hello(self, greeting: _Greeting, version: int, done: OnAnswer) -> None:
         pool, compat = self._pool, self._compat
         self._peers.call(
-            peer,
+            greeting.peer,
             lambda call: Hello(
                 call=call, version=version, compat=compat, block_bytes=pool.block_bytes, block_tokens=pool.block_tokens
             ),
             time.monotonic(),
             done,
+            greeting.until,
         )
 
-    def _answered(self, peer: Peer, answer: Answer | KvTransferError, done: OnAnswer, *, is_second: bool) -> None:
+    def _answered(self, greeting: _Greeting, answer: Answer | KvTransferError) -> None:
         """Nothing of this is proven: a strict reader goes on with a challenge alone."""
         if isinstance(answer, Challenge) and not self._handoff.has_key():
             why = "it asks for a proof of the fleet's key, and this worker has none"
-            self._plainly(peer, Refused(call=answer.call, reason="proof", message=why), done)
+            self._plainly(greeting, Refused(call=answer.call, reason="proof", message=why))
         elif isinstance(answer, Challenge) and len(answer.challenge) == CHALLENGE_BYTES:
-            self._prove(peer, answer.challenge, done, is_second=is_second)
+            self._prove(greeting, answer.challenge)
         elif isinstance(answer, KvTransferError):
-            done(answer)
+            greeting.done(answer)
         elif self._handoff.is_strict():
             self._handoff.count_unproven()
-            done(_unbelieved(answer))
+            greeting.done(_unbelieved(answer))
         elif isinstance(answer, Refused):
-            self._plainly(peer, answer, done)
+            self._plainly(greeting, answer)
         else:
-            done(answer)
+            greeting.done(_without_proof(answer))
 
-    def _plainly(self, peer: Peer, refused: Refused, done: OnAnswer) -> None:
+    def _plainly(self, greeting: _Greeting, refused: Refused) -> None:
         """As before there were proofs. Of a strict owner, which answers that with no welcome, the first word counts."""
-        self._hello(peer, PROTOCOL_VERSION, lambda answer: done(refused if isinstance(answer, Granted) else answer))
 
-    def _prove(self, peer: Peer, challenge: bytes, done: OnAnswer, *, is_second: bool) -> None:
-        pool, compat = self._pool, self._compat
-        greetings = list[Prove]()
+        def told(answer: Answer | KvTransferError) -> None:
+            greeting.done(refused if isinstance(answer, Granted) else _without_proof(answer))
+
+        self._hello(greeting, PROTOCOL_VERSION, told)
+
+    def _prove(self, greeting: _Greeting, challenge: bytes, *, by_other: bool = False) -> None:
+        pool, compat, peer = self._pool, self._compat, greeting.peer
+        said = list[Prove]()
 
         def proven(call: int) -> Prove:
             bare = Prove(
                 call=call, version=PROVEN_VERSION, compat=compat, block_bytes=pool.block_bytes, block_tokens=pool.block_tokens,
                 challenge=challenge, nonce=b"",
             )  # fmt: skip
-            greetings.append(self._handoff.proving(bare, peer.host, peer.port))
-            return greetings[-1]
+            said.append(self._handoff.proving(bare, peer.host, peer.port, by_other=by_other))
+            return said[-1]
 
-        self._peers.call(
-            peer, proven, time.monotonic(),
-            lambda answer: self._ended(peer, answer, greetings, done, is_second=is_second),
-        )  # fmt: skip
+        def ended(answer: Answer | KvTransferError) -> None:
+            if isinstance(answer, Refused) and answer.reason == "proof" and not by_other and self._handoff.has_other():
+                self._prove(greeting, challenge, by_other=True)
+            else:
+                self._ended(greeting, answer, said)
 
-    def _ended(
-        self, peer: Peer, answer: Answer | KvTransferError, greetings: list[Prove], done: OnAnswer, *, is_second: bool
-    ) -> None:  # fmt: skip
-        """An owner that began anew in between knows its challenge no more: it gives another one, once. The last of
-        `greetings` was said; none, where it could not be made: then its deadline came. A refusal proves nothing: of a strict
-        reader's client it says nothing, either."""
-        if isinstance(answer, Refused) and answer.reason == "stale" and not is_second:
-            self.greet(peer, done, is_second=True)
+        self._peers.call(peer, proven, time.monotonic(), ended, greeting.until)
+
+    def _ended(self, greeting: _Greeting, answer: Answer | KvTransferError, said: list[Prove]) -> None:
+        """An owner that began anew in between knows its challenge no more: it gives another one, once. The last of `said` was
+        said; none, where it could not be made: then its deadline came. A refusal proves nothing: of a strict reader's client it
+        says nothing, either."""
+        if isinstance(answer, Refused) and answer.reason == "stale" and not greeting.is_second:
+            self._begin(replace(greeting, is_second=True))
         elif isinstance(answer, Refused) and answer.reason in PROOF_REASONS and not self._handoff.is_strict():
-            self._plainly(peer, answer, done)
+            self._plainly(greeting, answer)
         elif isinstance(answer, Refused) and answer.reason not in PROOF_REASONS and self._handoff.is_strict():
             self._handoff.count_unproven()
-            done(_unbelieved(answer))
-        elif isinstance(answer, Welcome) and not self._handoff.believes(answer, greetings[-1]):
-            done(_unbelieved(answer))
+            greeting.done(_unbelieved(answer))
+        elif isinstance(answer, Welcome) and not self._handoff.believes(answer, said[-1]):
+            greeting.done(_unbelieved(answer))
         else:
-            done(answer)
+            greeting.done(answer)
+
+
+def _without_proof(answer: Answer | KvTransferError) -> Answer | KvTransferError:
+    """What is written where a proof would be, in a welcome that was asked for none, is nobody's word."""
+    return msgspec.structs.replace(answer, proof=b"") if isinstance(answer, Welcome) else answer
 
 
 def _unbelieved(answer: Answer) -> Refused:

@@ -19,18 +19,18 @@ from typing import Final
 
 import msgspec
 
-from fleet_wire.peerkey import HANDOFF, PROOF_BYTES, is_proven, proof
+from fleet_wire.peerkey import HANDOFF, PROOF_BYTES, is_proven, proof, proven_by
 from fleet_wire.sidechannel import PROVEN_VERSION, Prove, Welcome, proving_parts, welcoming_parts
-from fleet_worker.transfer.keys import LOOK_S, NONCE_BYTES, Keys, Once, Refusals, place
+from fleet_worker.transfer.keys import LOOK_S, NONCE_BYTES, SPREAD_S, Keys, Once, Refusals, place
 
 STAMP_BYTES: Final = 8
 BODY_BYTES: Final = STAMP_BYTES + NONCE_BYTES
 CHALLENGE_BYTES: Final = BODY_BYTES + PROOF_BYTES
 CHALLENGE_S: Final = 30.0
-"""How long a challenge may be proven, by its owner's own clock; a reader waits 5 s for each answer."""
-GRACE_S: Final = 180.0
-"""A worker that began without a key, and is given one, goes on as before for so long: kubelets bring a new Secret to all pods
-within a minute or two. One that begins with a key is strict at once."""
+"""How long a challenge may be proven, by its owner's own clock; a reader's whole greeting takes 5 s at most."""
+GRACE_S: Final = SPREAD_S
+"""A worker that began without a key, and is given one, goes on as before for so long. One that begins with a key is strict at
+once."""
 MOST_COMPAT: Final = 256
 """Characters of a compatibility hash in a greeting: a proof is computed over less than a kilobyte, whatever somebody sends."""
 HANDOFF_REASONS: Final = ("missing", "bounds", "stale", "wrong", "again", "full", "answer")
@@ -43,7 +43,7 @@ class Handoff:
     def __init__(
         self, key: Path | None, scope: str, *, is_required: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:  # fmt: skip
-        self._keys = Keys(key, scope, HANDOFF, clock)
+        self._keys = Keys(key, scope, HANDOFF, clock, SPREAD_S)
         self._is_required, self._clock = is_required, clock
         self._secret = os.urandom(PROOF_BYTES)
         """Of this life: what an earlier one gave is nothing here."""
@@ -98,15 +98,22 @@ class Handoff:
             return "wrong"
         return self._once.take(body, now_ms, made_ms + good_ms)
 
-    def welcoming(self, welcome: Welcome, greeting: Prove) -> Welcome:
-        """The welcome of who was believed, with its proof."""
-        return msgspec.structs.replace(welcome, proof=proof(self._keys.current()[0], *welcoming_parts(welcome, greeting)))
+    def welcoming(self, welcome: Welcome, greeting: Prove, host: str, port: int) -> Welcome:
+        """The welcome of who was believed, with its proof: by the key that it has itself, for it may have no other."""
+        keys = self._keys.current()
+        key = proven_by(greeting.proof, keys, *proving_parts(greeting, place(host, port))) or keys[0]
+        return msgspec.structs.replace(welcome, proof=proof(key, *welcoming_parts(welcome, greeting)))
 
     # -- as the reader ----------------------------------------------------------------------------------------------
-    def proving(self, greeting: Prove, host: str, port: int) -> Prove:
-        """The greeting of the owner at this address, with its proof. Only with a key."""
+    def has_other(self) -> bool:
+        """Keys are being changed: an owner may know one, and not the one that signs."""
+        return len(self._keys.current()) > 1
+
+    def proving(self, greeting: Prove, host: str, port: int, *, by_other: bool = False) -> Prove:
+        """The greeting of the owner at this address, with its proof. Only with a key. `by_other`: not by the one that signs."""
         asked = msgspec.structs.replace(greeting, version=PROVEN_VERSION, nonce=os.urandom(NONCE_BYTES), proof=b"")
-        return msgspec.structs.replace(asked, proof=proof(self._keys.current()[0], *proving_parts(asked, place(host, port))))
+        key = self._keys.current()[-1 if by_other else 0]
+        return msgspec.structs.replace(asked, proof=proof(key, *proving_parts(asked, place(host, port))))
 
     def believes(self, welcome: Welcome, greeting: Prove) -> bool:
         """It comes from one of our fleet, and answers this greeting."""

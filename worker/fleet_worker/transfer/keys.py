@@ -13,23 +13,49 @@ from pathlib import Path
 from typing import Final
 
 from fleet_wire.keyfile import KeyFile
-from fleet_wire.peerkey import derived
+from fleet_wire.peerkey import MOST_KEYS, derived
 
 NONCE_BYTES: Final = 16
 MOST_NONCES: Final = 8_192
 """Numbers that are remembered, each of a message that was proven: who has no key fills nothing."""
 LOOK_S: Final = 2.0
+SPREAD_S: Final = 180.0
+"""Kubelets bring what a Secret says to all pods within a minute or two."""
 LOG = logging.getLogger("fleet.worker.transfer")
 
 
-class Keys:
-    """The lines of one file, derived for one purpose. `path` None: this worker was given no file."""
+def overlapping(before: tuple[bytes, ...], lines: tuple[bytes, ...], since_s: float, spread_s: float) -> tuple[bytes, ...]:
+    """Keys in force so long after `lines` took the place of `before` all at once, as those of a Secret that is deleted and made
+    anew do: the steps of a rotation, by the clock. Nobody signs with the next one before all can have it, and the one before is
+    accepted until nobody signs with it."""
+    if since_s >= 2 * spread_s:
+        return lines
+    both = (*before, *lines) if since_s < spread_s else (*lines, *before)
+    return tuple(dict.fromkeys(both))
 
-    def __init__(self, path: Path | None, scope: str, purpose: str, clock: Callable[[], float] = time.monotonic) -> None:
+
+class Keys:
+    """The lines of one file, derived for one purpose. `path` None: this worker was given no file. `spread_s`: how long it takes
+    to bring others to all pods, where that is to be waited for."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        scope: str,
+        purpose: str,
+        clock: Callable[[], float] = time.monotonic,
+        spread_s: float = 0.0,
+    ) -> None:
         self._file = None if path is None else KeyFile(path)
-        self._scope, self._purpose, self._clock = scope, purpose, clock
+        self._scope, self._purpose, self._clock, self._spread_s = scope, purpose, clock, spread_s
         self._keys: tuple[bytes, ...] = ()
+        self._used: tuple[bytes, ...] = ()
+        """What they are derived of."""
         self._lines: tuple[bytes, ...] = ()
+        """Of the file."""
+        self._before: tuple[bytes, ...] = ()
+        """Those that were used when lines came of which none was known."""
+        self._replaced_at = float("-inf")
         self._looked_at = float("-inf")
         self.since = float("inf")
         """When the first key came, by `clock`; -inf: the first look found one; inf: none has come."""
@@ -42,10 +68,23 @@ class Keys:
             if problem := self._file.look():
                 LOG.warning("the key that the fleet's workers share (%s, for %s): %s", self._file.path, self._purpose, problem)
             if self._file.keys is not self._lines:
-                self._lines = self._file.keys
-                self._keys = derived(self._lines, self._purpose, self._scope)
+                self._replace(self._file.keys, now)
                 self.since = min(self.since, float("-inf") if is_first else now)
+            self._use(overlapping(self._before, self._lines, now - self._replaced_at, self._spread_s))
         return self._keys
+
+    def _replace(self, lines: tuple[bytes, ...], now: float) -> None:
+        if self._lines and self._spread_s and not set(lines) & set(self._lines):
+            self._before, self._replaced_at = self._used[: MOST_KEYS - 1], now
+            words = (
+                "the key that the fleet's workers share (for %s) was replaced all at once: the one before signs for %.0f s more"
+            )
+            LOG.warning(words, self._purpose, self._spread_s)
+        self._lines = lines
+
+    def _use(self, lines: tuple[bytes, ...]) -> None:
+        if lines != self._used:
+            self._used, self._keys = lines, derived(lines, self._purpose, self._scope)
 
 
 class Once:

@@ -178,7 +178,8 @@ class Owner:
         if why := self._handoff.refusal(asked, self._settings.host, self._settings.port):
             return self._refused(asked.call, why)
         answer = self._welcome(asked)
-        return self._handoff.welcoming(answer, asked) if isinstance(answer, Welcome) else answer
+        host, port = self._settings.host, self._settings.port
+        return self._handoff.welcoming(answer, asked, host, port) if isinstance(answer, Welcome) else answer
 
     def _refused(self, call: int, why: str) -> Refused:
         """Of a challenge that is too old, or of an earlier life, a reader asks for another one."""

@@ -132,12 +132,17 @@ class Peers:
         return [peer.socket for peer in self._peers.values()]
 
     def call(
-        self, peer: Peer, make: Callable[[int], Hello | Prove | Renew | Confirm | AskHot], now: float, on_answer: OnAnswer
+        self,
+        peer: Peer,
+        make: Callable[[int], Hello | Prove | Renew | Confirm | AskHot],
+        now: float,
+        on_answer: OnAnswer,
+        until: float = float("inf"),
     ) -> None:
-        """Send one request; `on_answer` is called exactly once."""
+        """Send one request; `on_answer` is called exactly once, within `timeout_s`, and by `until`."""
         self._next_call += 1
         number, peer.used_at = self._next_call, now
-        peer.calls[number] = _Call(now + self._timeout_s, on_answer)
+        peer.calls[number] = _Call(min(now + self._timeout_s, until), on_answer)
         try:
             peer.socket.send(encode(make(number)), zmq.DONTWAIT)
         except zmq.Again:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from fleet_wire.kv import KvReference
 from fleet_wire.sidechannel import Challenge, Confirm, Granted, Hottest, Refused, Welcome
 from fleet_worker.transfer.base import FetchResult, KvError, KvPool, KvReferenceError, KvTransferError
@@ -55,6 +57,8 @@ class Pull:
     begun: float
     pull_id: int = 0
     renew_at: float = 0.0
+    greeted_by: float = float("inf")
+    """Its owner is greeted by then, however often it is greeted anew; inf: that was not needed."""
     cancelled: bool = False
     peer: Peer | None = None
     chunks: deque[range] = field(default_factory=deque)
@@ -93,6 +97,7 @@ class Reader:
         self._prover = prover
         self._done = done
         self._faults = faults
+        self._handoff = handoff
         self._greeter = Greeter(settings, pool, peers, handoff)
         self.holder = Holder(settings.lease_s, peers, self.reach)
         self._pulls: dict[str, Pull] = {}
@@ -171,27 +176,43 @@ class Reader:
         return self._peers.get(host, port, now)
 
     def _greet(self, pull: Pull) -> None:
-        """Of an owner whose life is not the reference's one of both is over: it says which. The pulls from it go on meanwhile."""
-        peer = pull.peer = self.reach(pull.reference.remote_host, pull.reference.remote_port, time.monotonic())
-        if peer.welcome is not None and peer.welcome.epoch == pull.reference.remote_epoch:
+        """Of an owner whose life is not the reference's one of both is over: it says which. One that proved nothing, when nobody
+        had to, proves it now. The pulls from it go on meanwhile."""
+        now = time.monotonic()
+        peer = pull.peer = self.reach(pull.reference.remote_host, pull.reference.remote_port, now)
+        if peer.welcome is not None and peer.welcome.epoch == pull.reference.remote_epoch and self._counts(peer.welcome):
             self._start(pull, peer.welcome)
             return
         peer.waiting_for_welcome.append(lambda answer: self._guarded(pull, lambda one: self._greeted(one, peer, answer)))
+        pull.greeted_by = min(pull.greeted_by, now + self._settings.call_timeout_s)
         if not peer.greeting:
             peer.greeting = True
-            self._greeter.greet(peer, lambda answer: self._welcomed(peer, answer))
+            self._greeter.greet(peer, lambda answer: self._welcomed(peer, answer), pull.greeted_by)
+
+    def _counts(self, welcome: Welcome) -> bool:
+        """Without a proof only while none is asked for: what was heard before a worker became strict is what anybody may have
+        said. Of a Greeter's welcomes those alone have a proof whose proof was believed."""
+        return bool(welcome.proof) or not self._handoff.is_strict()
 
     def _welcomed(self, peer: Peer, answer: Answer | KvTransferError) -> None:
         peer.greeting = False
         if isinstance(answer, Welcome) and peer.welcome is None:
             answer = self._met(peer, answer)
-        elif isinstance(answer, Welcome) and peer.welcome is not None and answer.epoch != peer.welcome.epoch:
-            self._forget(peer, gone=True)  # the owner restarted on the same address: who waits greets it anew
+        elif isinstance(answer, Welcome) and peer.welcome is not None:
+            self._met_again(peer, peer.welcome, answer)
         waiting, peer.waiting_for_welcome = peer.waiting_for_welcome, []
         for tell in waiting:
             tell(answer)
         if isinstance(answer, KvTransferError):
             self._forget(peer, gone=answer.reason != "timeout")
+
+    def _met_again(self, peer: Peer, before: Welcome, welcome: Welcome) -> None:
+        """Who restarted on the same address, and who proves to be another one than who was there without a proof, is forgotten:
+        who waits greets it anew."""
+        if welcome.epoch != before.epoch or (welcome.proof and not before.proof and _bare(welcome) != _bare(before)):
+            self._forget(peer, gone=True)
+        elif welcome.proof:
+            peer.welcome = welcome
 
     def _met(self, peer: Peer, welcome: Welcome) -> Welcome | KvTransferError:
         """Let NIXL know the owner; an error when it cannot be read from. NIXL raises many binding types."""
@@ -415,3 +436,8 @@ class Reader:
             del self._spare[name]
             with contextlib.suppress(Exception):  # NIXL may have dropped it already when the peer died; forgetting is the goal
                 self._agent.remove_remote_agent(name)
+
+
+def _bare(welcome: Welcome) -> Welcome:
+    """What it says of the owner, whichever question it answers."""
+    return msgspec.structs.replace(welcome, call=0, proof=b"")
