@@ -9,7 +9,8 @@ is as old as its last reading. Its own word then holds until it says otherwise. 
 
 As long as it is astray it does not serve, and routers drain it. It is told its role once more, as a flip is (`flip.py`): when
 routers know, proven by tokens, and deleted when its time is up. One at a time in a tier, and none for a while after one that
-was told in vain (a flip that failed keeps nobody out of service). Whoever is astray again afterwards is deleted: it was told once, and need not be told for ever.
+was told in vain (a flip that failed keeps nobody out of service). Whoever is astray again afterwards is deleted: it was told
+once, and need not be told for ever.
 
 Flips go one by one, so that workers part from their labels one by one. Where many of a role say another one at once, it is what
 they have in common that is wrong, their image or their agent: to take them out would take the role away, and those made in their
