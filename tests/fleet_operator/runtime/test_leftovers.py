@@ -23,8 +23,8 @@ time.sleep(600)
 """
 AGENT = f"""
 import os, subprocess, sys, time
-from fleet_worker.agent.supervise import _die_with
-subprocess.Popen([sys.executable, "-c", {SERVER!r}, sys.argv[1]], start_new_session=True, preexec_fn=_die_with(os.getpid()))
+from fleet_worker.agent.supervise import die_with
+subprocess.Popen([sys.executable, "-c", {SERVER!r}, sys.argv[1]], start_new_session=True, preexec_fn=die_with(os.getpid()))
 time.sleep(600)
 """
 
