@@ -36,7 +36,7 @@ class Repeated:
         if not data.startswith(self.before):
             return 0
         length = b"%d" % (len(data) - self._size)
-        if len(length) == self._digits and data.startswith(length, self._at) and data.startswith(self.after, self._end):
+        if len(length) == self._digits and data[self._at : self._size] == length + self.after:  # `startswith` at a place: 7 x
             return self._size
         return self._other_size(data)
 

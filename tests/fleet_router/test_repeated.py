@@ -163,6 +163,18 @@ def test_a_body_is_whole_or_not_known(extra: bytes, body: bytes, length: int):
         assert (data[at:], known.length_of(data, at)) == (body + extra, b"%d" % length)
 
 
+@given(st.binary(max_size=20), st.integers(0, 30), st.booleans())
+def test_nor_is_one_behind_a_message_that_was_known(body: bytes, length: int, other_end: bool):
+    """Its length has as many digits."""
+    around = around_length(b"HTTP/1.1 200 OK\r\nContent-Length:  2\r\na: b\r\n\r\nhi")
+    assert around is not None
+    for before in (b"x" * 9, b"x" * 19):
+        known = Repeated(*around)
+        assert known.body_at(around[0] + b"%d" % len(before) + around[1] + before) > 0
+        after = around[1].replace(b"b", b"c") if other_end else around[1]
+        assert bool(known.body_at(around[0] + b"%d" % length + after + body)) == (length == len(body) and not other_end)
+
+
 def test_who_never_sends_the_same_head_twice_is_seldom_learnt_from():
     assert sum(worth_learning(misses) for misses in range(1, 161)) == 14
 

@@ -29,11 +29,16 @@ Outcome = Literal["answered", "refused", "left", "failed"]
 OUTCOMES: Final[tuple[Outcome, ...]] = ("answered", "refused", "left", "failed")
 
 
+Told = tuple[bytes, bytes]
+"""Of one limit's header lines what stands before and between what is left and when it is full again."""
+NOTHING_TOLD: Final[Told] = (b"", b"")
+
+
 class Account:
     """One tenant's quotas and counts; the time comes in as nanoseconds of any clock that never goes back."""
 
-    __slots__ = ("_head", "concurrency", "counts", "elsewhere", "inflight", "input_tokens", "name", "output_tokens", "requests",
-                 "tokens", "waiting")  # fmt: skip
+    __slots__ = ("_of_requests", "_of_tokens", "concurrency", "counts", "elsewhere", "inflight", "input_tokens", "name",
+                 "output_tokens", "requests", "tokens", "waiting")  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -47,7 +52,7 @@ class Account:
         self.waiting = 0
         self.counts = dict.fromkeys((*REASONS, *OUTCOMES), 0)
         self.input_tokens = self.output_tokens = 0
-        self._head = b""
+        self._of_requests = self._of_tokens = NOTHING_TOLD
 
     @property
     def running(self) -> int:
@@ -61,7 +66,7 @@ class Account:
         burst = tenant.requests_burst or max(1, ceil(rps or 0))
         self.requests = None if rps is None else _sized(self.requests, rps, burst, now_ns)
         self.tokens = None if tpm is None else _sized(self.tokens, tpm / MINUTE_S, tpm, now_ns)
-        self._head = _head_of(self.requests, self.tokens)
+        self._of_requests, self._of_tokens = _head_of(b"requests", self.requests), _head_of(b"tokens", self.tokens)
 
     def charge(self, tokens: int, now_ns: int) -> Over | None:
         """Take one request and its tokens, or say why not and take nothing."""
@@ -106,10 +111,8 @@ class Account:
     def headers(self, now_ns: int) -> bytes:
         """OpenAI's x-ratelimit-* header lines, each with its line break before it; empty for a tenant without limits."""
         requests, tokens = self.requests, self.tokens
-        if requests is None:
-            return self._head % tokens.left_and_reset(now_ns) if tokens is not None else b""
-        mine = requests.left_and_reset(now_ns)
-        return self._head % (mine if tokens is None else mine + tokens.left_and_reset(now_ns))
+        told = b"" if requests is None else _told(self._of_requests, requests, now_ns)
+        return told if tokens is None else told + _told(self._of_tokens, tokens, now_ns)
 
     def _over(self, reason: str, what: str, retry_after_s: int | None) -> Over:
         self.counts[reason] += 1
@@ -127,11 +130,16 @@ def _sized(known: Bucket | None, per_s: float, size: int, now_ns: int) -> Bucket
     return Bucket(per_s, size) if known is None else known.resized(per_s, size, now_ns)
 
 
-def _head_of(requests: Bucket | None, tokens: Bucket | None) -> bytes:
-    """Everything but what changes from request to request. Times are whole ms, which every reader of Go's durations reads."""
-    lines = b""
-    for name, bucket in ((b"requests", requests), (b"tokens", tokens)):
-        if bucket is not None:
-            lines += b"\r\nx-ratelimit-limit-%b: %d" % (name, bucket.size)
-            lines += b"\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%dms" % (name, name)
-    return lines
+def _head_of(name: bytes, bucket: Bucket | None) -> Told:
+    """Everything but what changes from request to request."""
+    if bucket is None:
+        return NOTHING_TOLD
+    limit = b"\r\nx-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: " % (name, bucket.size, name)
+    return limit, b"\r\nx-ratelimit-reset-%b: " % name
+
+
+def _told(lines: Told, bucket: Bucket, now_ns: int) -> bytes:
+    """Times are whole ms, which every reader of Go's durations reads. The format stands here, where the compiler sees it: Python
+    formats numbers into bytes at 500 instructions each."""
+    left, reset_ms = bucket.left_and_reset(now_ns)
+    return b"%b%d%b%dms" % (lines[0], left, lines[1], reset_ms)
