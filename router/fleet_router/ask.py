@@ -14,21 +14,25 @@ import msgspec
 if TYPE_CHECKING:
     from fleet_router.policy.side import Steps
 
+APART_BYTES: Final = 8_192
+"""A body of more is not copied from where it came with its head, nor put together with another head: it is written from there."""
 NO_HEADERS: Final[Mapping[bytes, bytes]] = {}
 
 
 class Ask:
     """A parsed request: its fields as raw JSON, and what routing and limits need."""
 
-    __slots__ = ("adapter", "added", "alone", "counts", "fields", "original", "prompt", "stream")
+    __slots__ = ("adapter", "added", "alone", "begins", "counts", "fields", "original", "prompt", "stream")
 
     def __init__(
         self, fields: dict[str, msgspec.Raw], prompt: bytes, stream: bool, original: bytes | None, alone: bool = False,
-        adapter: str = "", counts: bool = False, added: bytes = b"",
+        adapter: str = "", counts: bool = False, added: bytes = b"", begins: int = 0,
     ) -> None:  # fmt: skip
         self.fields, self.prompt, self.stream = fields, prompt, stream
         self.original = original
         """The body as it came when nothing had to be stripped."""
+        self.begins = begins
+        """Where in `original` it begins: before a long one stands the head that came with it, so that it need not be copied."""
         self.alone = alone
         """One worker serves it without any KV from elsewhere: nothing is generated."""
         self.adapter = adapter
@@ -50,7 +54,9 @@ class Ask:
     def copy(self) -> Ask:
         """The same with fields of its own, for whom they may be added to."""
         fields = self.fields.copy()
-        return Ask(fields, self.prompt, self.stream, self.original, self.alone, self.adapter, self.counts, self.added)
+        return Ask(
+            fields, self.prompt, self.stream, self.original, self.alone, self.adapter, self.counts, self.added, self.begins
+        )
 
 
 class Hints:

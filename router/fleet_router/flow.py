@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from fleet_router.ask import APART_BYTES
 from fleet_router.config import renamed
 from fleet_router.ending import CHAT_PATH
 from fleet_router.errors import NO_ROOM, RequestError
@@ -17,9 +18,10 @@ from fleet_router.health.resume import Said, Start
 from fleet_router.health.silence import SILENT, Waits
 from fleet_router.hedging import NOT_JSON, Hedging
 from fleet_router.legs import DecodeLeg, PrefillLeg, ResumedLeg, TokenizeLeg, TranslatedLeg
+from fleet_router.outbox import Written
 from fleet_router.policy.chosen import Choice
 from fleet_router.request import decode_parts, is_object, lease_of, named, prefill_body, prompt_tokens_of, reference_of
-from fleet_router.retrying import HEAD
+from fleet_router.retrying import head_of
 from fleet_router.upstream import Pool, Upstream
 from fleet_router.workers import Worker
 
@@ -29,6 +31,13 @@ if TYPE_CHECKING:
 COMPLETIONS_PATH: Final = b"/v1/completions"
 TOKENIZE_PATH: Final = b"/tokenize"
 LATE: Final = "no token within the deadline"
+
+
+def _payload(head: bytes, body: bytes | memoryview, added: bytes) -> Written:
+    """One request as it is written. `added`: in place of the body's last brace."""
+    if len(body) > APART_BYTES:
+        return [head, memoryview(body)[:-1], added] if added else [head, body]
+    return b"".join((head, memoryview(body)[:-1], added)) if added else b"".join((head, body))
 
 
 class Flow(Hedging):
@@ -128,7 +137,9 @@ class Flow(Hedging):
         leg.body, leg.added = decode_parts(self._ask, reference)
         self._send(worker, leg.body, leg)
 
-    def _send(self, worker: Worker, body: bytes, leg: PrefillLeg | DecodeLeg, *, fresh: bool = False, path: bytes = b"") -> None:
+    def _send(
+        self, worker: Worker, body: bytes | memoryview, leg: PrefillLeg | DecodeLeg, *, fresh: bool = False, path: bytes = b""
+    ) -> None:
         path = path or (self._path if self._ask is self._asked else COMPLETIONS_PATH)
         reads = self._translation is not None or self._again is not None or path == TOKENIZE_PATH
         pool = worker.reading() if reads else worker.pool
@@ -137,29 +148,28 @@ class Flow(Hedging):
         self.sent_at = self._context.clock()
         leg.body, added = (body := self._named(body, worker)), leg.added
         size = len(body) + len(added) - (1 if added else 0)
-        head = HEAD % (path, worker.pool.authority, self.record.leg_id.encode(), size, self.record.onward)
-        payload = b"".join((head, memoryview(body)[:-1], added)) if added else head + body
+        payload = _payload(head_of(path, worker.pool.authority, self.record.leg_id, size, self.record.onward), body, added)
         connection = None if fresh else pool.idle()
         if connection is not None:
             self._put_on(connection, leg, payload)
         else:
             self._connect(pool, worker, leg, payload)
 
-    def _named(self, body: bytes, worker: Worker) -> bytes:
+    def _named(self, body: bytes | memoryview, worker: Worker) -> bytes | memoryview:
         """The model under the name that this worker serves it by."""
         now, model = self._context.config, worker.endpoint.model
         if not model and self.config is not now:
             model = renamed(self.config, now)
         return named(body, model, self._ask.adapter) if model else body
 
-    def _put_on(self, connection: Upstream, leg: PrefillLeg | DecodeLeg, payload: bytes) -> None:
+    def _put_on(self, connection: Upstream, leg: PrefillLeg | DecodeLeg, payload: Written) -> None:
         """A client that does not read now is not read for: its answer waits at the worker, and not here."""
         self._connection = connection
         connection.send(leg, payload, self._context.outbox)
         if self._paused and not isinstance(leg, PrefillLeg):  # that one's answer is small, and we read it for ourselves
             connection.pause()
 
-    def _connect(self, pool: Pool, worker: Worker, leg: PrefillLeg | DecodeLeg, payload: bytes) -> None:
+    def _connect(self, pool: Pool, worker: Worker, leg: PrefillLeg | DecodeLeg, payload: Written) -> None:
         """Send it on a new connection."""
 
         def connected(connection: Upstream | None, why: str) -> None:

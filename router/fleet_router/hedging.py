@@ -18,7 +18,7 @@ from fleet_router.legs import NOT_FOUND, OK, DecodeLeg, PrefillLeg, refuses
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.hedge import second, wait_s
 from fleet_router.request import is_object, prefill_body, reference_of
-from fleet_router.retrying import HEAD, Retrying
+from fleet_router.retrying import Retrying, head_of
 from fleet_router.workers import Worker
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ class Hedging(Retrying):
         self.record.tries[-1].second = Second(worker, now)
         leg.path = self._path
         leg.body = body = self._named(prefill_body(self._ask), worker)
-        head = HEAD % (leg.path, worker.pool.authority, self.record.leg_id.encode(), len(body), self.record.onward)
-        payload = head + body
+        head = head_of(leg.path, worker.pool.authority, self.record.leg_id, len(body), self.record.onward)
+        payload = b"".join((head, body))
 
         def connected(connection: Upstream | None, why: str) -> None:
             try:
@@ -334,5 +334,5 @@ class Hedging(Retrying):
         """A 404 that says that there is no such model."""
 
     @abstractmethod
-    def _named(self, body: bytes, worker: Worker) -> bytes:
+    def _named(self, body: bytes | memoryview, worker: Worker) -> bytes | memoryview:
         """The model under the name that this worker serves it by."""

@@ -14,6 +14,7 @@ from uuid import uuid4
 import httptools
 
 from fleet_router.admission.keys import bearer
+from fleet_router.ask import APART_BYTES
 from fleet_router.config import HttpBounds
 from fleet_router.errors import RequestError
 from fleet_router.hints import kept_of
@@ -105,7 +106,9 @@ def _without_offer(data: bytes) -> bytes:
 class Incoming:
     """One request, whole or still being received."""
 
-    __slots__ = ("body", "keep_alive", "kept", "key", "leg_id", "method", "request_id", "slo_class", "slo_ttft_ms", "url")
+    __slots__ = (
+        "begins", "body", "keep_alive", "kept", "key", "leg_id", "method", "request_id", "slo_class", "slo_ttft_ms", "url",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.request_id = self.leg_id = new_request_id()
@@ -113,6 +116,8 @@ class Incoming:
         """Empty until the headers are complete."""
         self.url = b""
         self.body: list[bytes] = []
+        self.begins = 0
+        """Where the body does in `body`: before a long one stands its head, so that it need not be copied."""
         self.keep_alive = False
         self.key = b""
         """API key, as it came; nobody but admission looks at it."""
@@ -121,6 +126,12 @@ class Incoming:
         """Headers that routing goes by, by lower-case name."""
         self.slo_ttft_ms = 0
         """The client needs its first token within so many ms; 0: it does not say."""
+
+    def take(self, *, apart: bool) -> tuple[bytes, int]:
+        """The body, which is kept here no longer, and where it begins. `apart`: nothing is to stand before it."""
+        pieces, self.body, begins = self.body, [], self.begins
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return (body[begins:], 0) if apart and begins else (body, begins)
 
 
 def asked_by(request: Incoming, name: bytes, value: bytes) -> None:
@@ -254,7 +265,8 @@ class Inbound:
             return None
         request = known.request
         request.request_id = request.leg_id = new_request_id()
-        request.body = [data[at:]]
+        apart = len(data) <= APART_BYTES
+        request.body, request.begins = [data[at:] if apart else data], 0 if apart else at
         self._misses = 0
         return request
 

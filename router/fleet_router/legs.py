@@ -48,7 +48,8 @@ class PrefillLeg:
         """That was counted: what came behind the answer counts no more."""
         self._headers: list[tuple[bytes, bytes]] = []
         self._answer = bytearray()
-        self.body = self.added = self.path = b""
+        self.body: bytes | memoryview = b""
+        self.added = self.path = b""
         """What is sent and where to, for a second time on a fresh connection. `added`: in place of the body's last brace."""
 
     def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None:
@@ -112,7 +113,8 @@ class DecodeLeg:
         """That was counted: what came behind the answer counts no more."""
         self._headers: list[tuple[bytes, bytes]] = []
         self._answer = bytearray()
-        self.body = self.added = self.path = b""
+        self.body: bytes | memoryview = b""
+        self.added = self.path = b""
         """What is sent and where to, for a second time on a fresh connection. `added`: in place of the body's last brace."""
 
     def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None:

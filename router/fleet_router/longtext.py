@@ -40,28 +40,57 @@ _AFTER_VALUE: Final = frozenset(b",]}")
 _TOP: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
+class Cut:
+    """A body in UTF-8 whose long texts were passed over. `rest`: with INSTEAD in place of them, `bytes` shorter; `texts`: where
+    they stand in it."""
+
+    __slots__ = ("bytes", "rest", "texts")
+
+    def __init__(self, rest: bytes, texts: list[tuple[int, int]], shorter: int) -> None:
+        self.rest, self.texts, self.bytes = rest, texts, shorter
+
+    def value(self, body: bytes, place: int, size: int) -> bytes:
+        """The value that has so many bytes with INSTEAD in it, at this place for the first time, as the body has it."""
+        begin, whole = self.texts[0][0] - place, size + self.bytes
+        return body[begin : begin + whole]
+
+
+def cut(body: bytes, chat: bool, begins: int = 0) -> Cut | None:
+    """The long texts of a conversation, or the long prompt of a completion; None: there are none, or they are to be parsed.
+    `begins`: where the body does in these bytes."""
+    if len(body) - begins < LONG_BYTES or not (texts := long_texts(body, begins) if chat else _long_prompt(body, begins)):
+        return None
+    rest, shorter = _without(body, texts, begins)
+    if len(rest) > LARGE_BYTES or _may_have_halves(body, texts):
+        return None
+    if not body.isascii():
+        try:
+            (body[begins:] if begins else body).decode()
+        except UNREADABLE:  # said of the body as it is
+            return None
+    return Cut(rest, texts, shorter)
+
+
 def around(body: bytes, chat: bool) -> tuple[dict[str, msgspec.Raw], msgspec.Raw, bytes] | None:
     """(fields by name, the prompt or conversation with INSTEAD in place of long texts, the same as it stands in the body), where
     all those texts are values in this field; None where not, and for every body that is not understood so."""
-    if len(body) < LONG_BYTES or not (cuts := long_texts(body) if chat else _long_prompt(body)):
-        return None
-    rest, cut_bytes = _without(body, cuts)
-    if len(rest) > LARGE_BYTES or _may_have_halves(body, cuts):
-        return None
+    found = cut(body, chat)
+    return None if found is None else read(body, chat, found)
+
+
+def read(body: bytes, chat: bool, found: Cut) -> tuple[dict[str, msgspec.Raw], msgspec.Raw, bytes] | None:
+    """The same of a body whose long texts were found."""
     try:
-        if not body.isascii():
-            body.decode()
-        fields = _TOP.decode(rest)
+        fields = _TOP.decode(found.rest)
     except UNREADABLE:  # said of the body as it is
         return None
     name = "messages" if chat else "prompt"
     if (short := fields.get(name)) is None:
         return None
     value = bytes(short)
-    if value.count(INSTEAD) != len(cuts):
+    if value.count(INSTEAD) != len(found.texts):
         return None
-    begin = cuts[0][0] - value.find(INSTEAD)
-    prompt = bytes(memoryview(body)[begin:][: len(value) + cut_bytes])
+    prompt = found.value(body, value.find(INSTEAD), len(value))
     fields[name] = msgspec.Raw(prompt)
     return fields, short, prompt
 
@@ -79,25 +108,25 @@ def _may_have_halves(body: bytes, cuts: list[tuple[int, int]]) -> bool:
     return False
 
 
-def _without(body: bytes, cuts: list[tuple[int, int]]) -> tuple[bytes, int]:
+def _without(body: bytes, cuts: list[tuple[int, int]], begins: int) -> tuple[bytes, int]:
     """The body with INSTEAD in place of these texts, and how many bytes it is shorter."""
     if len(cuts) == 1:
         start, end = cuts[0]
-        rest = b"".join((body[:start], INSTEAD, body[end:]))
+        rest = b"".join((body[begins:start], INSTEAD, body[end:]))
     else:
         pieces: list[bytes | memoryview] = []
-        view, at = memoryview(body), 0
+        view, at = memoryview(body), begins
         for start, end in cuts:
             pieces += (view[at:][: start - at], INSTEAD)
             at = end
         rest = b"".join((*pieces, view[at:]))
-    return rest, len(body) - len(rest)
+    return rest, len(body) - begins - len(rest)
 
 
-def _long_prompt(body: bytes) -> list[tuple[int, int]]:
+def _long_prompt(body: bytes, begins: int) -> list[tuple[int, int]]:
     """The prompt of a completion where it is one long text. A name is what these bytes are in every valid body: inside a text
     there would be a backslash before the second quote."""
-    at = body.find(PROMPT) + len(PROMPT)
+    at = body.find(PROMPT, begins) + len(PROMPT)
     if at < len(PROMPT) or at + LONG_BYTES > len(body):
         return []
     if body[at] == _SPACE:
@@ -108,11 +137,11 @@ def _long_prompt(body: bytes) -> list[tuple[int, int]]:
     return [(at + 1, end)] if end - at > LONG_BYTES else []
 
 
-def long_texts(body: bytes) -> list[tuple[int, int]]:
+def long_texts(body: bytes, begins: int = 0) -> list[tuple[int, int]]:
     """Where the long ones among the texts that are values begin and end, without their quotes. Of a body that is no JSON:
     something, or nothing."""
     found: list[tuple[int, int]] = []
-    left, at = QUOTES, body.find(_QUOTE)
+    left, at = QUOTES, body.find(_QUOTE, begins)
     while at >= 0:
         end, left = _end_of(body, at, left - 1)
         if end < 0:

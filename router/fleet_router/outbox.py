@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
+Written = bytes | list[bytes | memoryview]
+"""What is written at once: pieces that are not put together, where to copy them would cost more."""
 MOST: Final = 16
 """So many wait at most, so that the first one does not wait for a whole crowd."""
 
@@ -19,11 +21,11 @@ class Outbox:
     __slots__ = ("_loop", "_waiting")
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[asyncio.WriteTransport, bytes]] = []
+        self._waiting: list[tuple[asyncio.WriteTransport, Written]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         """asyncio asks the kernel for the process id whenever somebody asks it for the running loop."""
 
-    def write(self, transport: asyncio.WriteTransport, data: bytes) -> None:
+    def write(self, transport: asyncio.WriteTransport, data: Written) -> None:
         """At the end of this turn, in the order of the calls."""
         waiting = self._waiting
         waiting.append((transport, data))
@@ -39,4 +41,12 @@ class Outbox:
         waiting, self._waiting = self._waiting, []
         for transport, data in waiting:
             if not transport.is_closing():
-                transport.write(data)
+                write(transport, data)
+
+
+def write(transport: asyncio.WriteTransport, data: Written) -> None:
+    """Now."""
+    if isinstance(data, bytes):
+        transport.write(data)
+    else:
+        transport.writelines(data)

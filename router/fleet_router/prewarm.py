@@ -23,7 +23,7 @@ from fleet_router.inbound import new_request_id
 from fleet_router.policy.prewarm import Pair, Plan
 from fleet_router.policy.trip import is_full
 from fleet_router.request import decode_body, is_object, lease_of, named, parse_body, prefill_body, prompt_tokens_of, reference_of
-from fleet_router.retrying import HEAD, RELEASE_PATH
+from fleet_router.retrying import RELEASE_PATH, head_of
 
 if TYPE_CHECKING:
     from fleet_router.context import Context
@@ -184,7 +184,7 @@ class Prewarm:
             async with asyncio.timeout(until - clock()):
                 status, found = await posted(
                     endpoint.address, endpoint.http_port, COMPLETIONS_PATH.decode(), request_id,
-                    named(body, endpoint.model, ""), ANSWER_BYTES, proven,
+                    bytes(named(body, endpoint.model, "")), ANSWER_BYTES, proven,
                 )  # fmt: skip
         except TimeoutError as error:
             if not sent_at:
@@ -200,5 +200,5 @@ class Prewarm:
             prefill.warmed[decode.uid] = seconds
 
     def _give_back(self, worker: Worker, request_id: str, body: bytes) -> None:
-        head = HEAD % (RELEASE_PATH, worker.pool.authority, request_id.encode(), len(body), b"")
+        head = head_of(RELEASE_PATH, worker.pool.authority, request_id, len(body), b"")
         self._context.releases.send(worker.pool, head + body, self._context.clock())

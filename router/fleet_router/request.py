@@ -17,7 +17,8 @@ from fleet_router.costly import COSTLY, check_costly
 from fleet_router.errors import RequestError
 from fleet_router.fields import LARGE_BYTES, fields_of
 from fleet_router.lengths import check_input, check_messages, check_text, too_many
-from fleet_router.longtext import around
+from fleet_router.longtext import cut, read
+from fleet_router.shapes import Shape, Shapes
 from fleet_router.urls import check_urls
 from fleet_wire.unreadable import UNREADABLE
 
@@ -92,15 +93,40 @@ def _check_embedded(fields: dict[str, msgspec.Raw], most: int) -> None:
         check_messages(bytes(given), most, "messages")
 
 
-def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
-    """Check what the router must know; RequestError names the field."""
-    name = "messages" if chat else "prompt"
-    if (known := around(body, chat)) is not None:
-        fields, short, prompt = known
+def parse_body(body: bytes, chat: bool, config: RouterConfig, begins: int = 0) -> Ask:
+    """Check what the router must know; RequestError names the field. `begins`: where the body does in these bytes."""
+    if (found := cut(body, chat, begins)) is not None:
+        if (shape := _SHAPES.find(found.rest, chat, config)) is not None:
+            return _shaped(body, chat, config, begins, shape, found.value(body, shape.place, len(shape.value)))
+        if (known := read(body, chat, found)) is not None:
+            ask = _checked(body, chat, config, known, begins)
+            if ask.original is not None:
+                _SHAPES.learn(found.rest, chat, Shape(config, ask, "messages" if chat else "prompt", known[1]))
+            return ask
+    whole = body[begins:] if begins else body
+    fields = fields_of(whole)
+    value = fields.get("messages" if chat else "prompt", _NULL)
+    return _checked(whole, chat, config, (fields, value, bytes(value)), 0)
+
+
+_SHAPES: Final = Shapes()
+
+
+def _shaped(body: bytes, chat: bool, config: RouterConfig, begins: int, shape: Shape, prompt: bytes) -> Ask:
+    """A body that differs from one that was in order in its long texts alone: what is to be said of them."""
+    if chat:
+        check_messages(prompt, config.max_input_tokens, "messages")
+        check_urls(prompt, "messages", shape.value)
     else:
-        fields = fields_of(body)
-        short = fields.get(name, _NULL)
-        prompt = bytes(short)
+        check_text(len(prompt) - 2, config.max_input_tokens, "prompt")
+    return Ask(shape.with_prompt(prompt), prompt, shape.stream, body, False, shape.adapter, begins=begins)
+
+
+def _checked(
+    body: bytes, chat: bool, config: RouterConfig, known: tuple[dict[str, msgspec.Raw], msgspec.Raw, bytes], begins: int
+) -> Ask:
+    """`known`: its fields, and the prompt or conversation without its long texts and with them."""
+    name, (fields, short, prompt) = "messages" if chat else "prompt", known
     adapter = "" if fields.get("model") == _quoted(config.served_name) else _other_model(fields, config)
     if prompt == b"null":
         raise RequestError(400, f"{name} is required", param=name)
@@ -119,7 +145,7 @@ def parse_body(body: bytes, chat: bool, config: RouterConfig) -> Ask:
     stream = ("stream" in fields and _typed(fields, "stream", _BOOL)) or False
     if "stream_options" in fields:
         _check_stream_options(fields["stream_options"], fields, stream)
-    return _without_ours(Ask(fields, prompt, stream, original, False, adapter))
+    return _without_ours(Ask(fields, prompt, stream, original, False, adapter, begins=begins))
 
 
 @lru_cache(64)
@@ -169,7 +195,7 @@ def with_fields(ask: Ask, added: dict[str, msgspec.Raw], spliced: bytes) -> Ask:
         return Ask(fields, ask.prompt, ask.stream, None, ask.alone, ask.adapter, ask.counts)
     if added_before:
         spliced = added_before[:-1] + spliced
-    return Ask(fields, ask.prompt, ask.stream, original, ask.alone, ask.adapter, ask.counts, spliced)
+    return Ask(fields, ask.prompt, ask.stream, original, ask.alone, ask.adapter, ask.counts, spliced, ask.begins)
 
 
 def choices_of(ask: Ask) -> int:
@@ -307,25 +333,30 @@ def _key(name: str) -> bytes:
 def decode_body(ask: Ask, kv: bytes | None) -> bytes:
     """The decode leg: the client's request, and the reference when the KV comes from elsewhere."""
     body, added = decode_parts(ask, kv)
-    return b"".join((memoryview(body)[:-1], added)) if added else body
+    return b"".join((memoryview(body)[:-1], added)) if added else bytes(body)
 
 
-def decode_parts(ask: Ask, kv: bytes | None) -> tuple[bytes, bytes]:
-    """The same, so that a long body is copied once: a JSON object, and what stands in place of its last brace, when that is
-    something."""
+def decode_parts(ask: Ask, kv: bytes | None) -> tuple[bytes | memoryview, bytes]:
+    """The same, so that a long body is copied once or not at all: a JSON object, and what stands in place of its last brace, when
+    that is something."""
     body, added = ask.original, ask.added
     if body is None or not ask.fields:
         return (join(ask.fields, kv), b"") if body is None or kv is not None else (body, b"")
     if kv is not None:  # it holds no `kv_transfer_params`, or it would not be what is sent
         added = b'%b,"kv_transfer_params":%b}' % (added[:-1], kv)
+    if ask.begins:
+        if added and body[-1] != _BRACE:
+            body = body.rstrip()
+        return memoryview(body)[ask.begins :], added
     return (body.rstrip() if added else body), added
 
 
+_BRACE: Final = ord("}")
 _BODY: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ANSWER: Final = msgspec.json.Decoder(Prefilled)
 
 
-def named(body: bytes, model: str, adapter: str) -> bytes:
+def named(body: bytes | memoryview, model: str, adapter: str) -> bytes | memoryview:
     """What is sent to a worker that serves the model under the name `model`, empty: under the fleet's. A body that is no JSON
     inside a long text goes on as it is, for the worker to refuse."""
     if not model or adapter:

@@ -303,12 +303,12 @@ class ClientConnection:
             raise RequestError(405, f"{allowed[0].decode()} is needed here", headers=f"allow: {names}\r\n")
 
     def _generate(self, request: Incoming, path: bytes) -> None:
-        body, request.body = request.body[0] if len(request.body) == 1 else b"".join(request.body), []
+        body, begins = request.take(apart=path not in GENERATE)
         desk = self._context.desk
         lane = desk.lane(request.key, request.slo_class)
         translation = None
         if path in GENERATE:
-            ask = parse_body(body, GENERATE[path], lane.config)
+            ask = parse_body(body, GENERATE[path], lane.config, begins)
         elif (translation := translation_of(path, body, request.request_id)) is not None:
             path, ask = translation.path, self._translated(translation, lane.config)
         else:

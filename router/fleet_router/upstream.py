@@ -14,7 +14,7 @@ import httptools
 
 from fleet_router.errors import NO_ROOM, OURS
 from fleet_router.heads import kept_lines
-from fleet_router.outbox import Outbox
+from fleet_router.outbox import Outbox, Written, write
 from fleet_router.repeated import Repeated, around_length, worth_learning
 
 IDLE_CONNECTIONS: Final = 128
@@ -302,7 +302,7 @@ class Upstream:
         self._keep_alive = self._parser is not None and self._parser.should_keep_alive()  # known only inside this callback
 
     # -- use --------------------------------------------------------------------------------------------------------
-    def send(self, leg: Leg, payload: bytes, outbox: Outbox | None = None) -> None:
+    def send(self, leg: Leg, payload: Written, outbox: Outbox | None = None) -> None:
         """Write one request; `leg` hears the answer. `outbox` None: at once."""
         self._leg = leg
         self._headers = []
@@ -317,7 +317,7 @@ class Upstream:
         if outbox is not None:
             outbox.write(self.transport, payload)
         else:
-            self.transport.write(payload)
+            write(self.transport, payload)
 
     @property
     def ended(self) -> bool:

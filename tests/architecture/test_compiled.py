@@ -18,6 +18,12 @@ CROSS_NEVER = {
     ("repeated", "data[self._at:end]"),  # `end` is found from `_at` on
     ("repeated", "data[self._at:body_at - len(self.after)]"),  # the head was recognised: digits stand between
     ("repeated", "message[found.end(1):end]"),  # the match ends before `end`
+    ("repeated", "data[self._at:self._size]"),  # digits and what follows them stood between, in the message that was seen last
+    ("longtext", "body[begin:begin + whole]"),
+    ("longtext", "body[begins:start]"),  # the text was looked for from `begins` on
+    ("admission/usage", "tail[at:at + USUAL_MOST_BYTES]"),
+    ("admission/usage", "near[at:at + len(_TOTAL)]"),
+    ("admission/usage", "near[at:at + len(_WRITTEN)]"),
     ("kvindex/pieces", "prompt[at:at + MEDIUM_BYTES]"),
     ("kvindex/pieces", "prompt[at:at + COARSE_BYTES]"),
     ("kvindex/pieces", "prompt[start:end - end % PIECE_BYTES]"),  # as many pieces as there are keys lie before `end`

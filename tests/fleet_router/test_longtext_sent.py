@@ -83,7 +83,7 @@ def test_a_body_is_read_alike_with_its_long_texts_and_around_them(made: tuple[by
     body, chat = made
     found = read(body, chat)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(request, "around", lambda *_: None)
+        patched.setattr(request, "cut", lambda *_: None)
         whole = read(body, chat)
     if isinstance(whole, Ask) or parsed(body) is not None:
         assert told(found) == told(whole)

@@ -88,7 +88,7 @@ class Picked(Flow):
         worker.began()
         self._leg_worker = worker
         self.sent_at = self._context.clock()
-        body = self._named(decode_body(self._ask, reference), worker)
+        body = bytes(self._named(decode_body(self._ask, reference), worker))
         self._gateway.picked([worker, *self._fallbacks(worker)], body)
 
     def _fallbacks(self, worker: Worker) -> list[Worker]:
