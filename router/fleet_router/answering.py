@@ -195,7 +195,7 @@ class Answering(Metering):
         self._taken(self._leg_worker)
         self._first_bytes(now)
         self._tail = body
-        lines = [OK_LINE, self.record.request_id.encode(), *kept]
+        lines = [OK_LINE, self.record.request_id.encode(), kept[0], kept[1], kept[2]]
         self._end_head(lines, now)
         lines.append(body)
         self._over()

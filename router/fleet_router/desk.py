@@ -162,7 +162,7 @@ class Desk:
         wanted = 0 if ask.alone else asked_tokens(ask)
         added = lane.added if ask.alone or wanted else lane.limit_for(ask)
         if added[0]:
-            ask = with_fields(ask, *added)
+            ask = with_fields(ask, added[0], added[1])  # with a star a list would be made, and a tuple of it
         ticket = Ticket(lane, tokens)
         if ask.counts:
             ticket.state = "free"

@@ -18,7 +18,7 @@ from fleet_router.ask import APART_BYTES
 from fleet_router.config import HttpBounds
 from fleet_router.errors import RequestError
 from fleet_router.hints import kept_of
-from fleet_router.repeated import Repeated, around_length, worth_learning
+from fleet_router.repeated import Repeated, around_length, usual_parts, worth_learning
 
 HOST: Final = re.compile(rb"^[A-Za-z0-9._\-]+(:\d{1,5})?\Z|^\[[0-9a-fA-F:.]+\](:\d{1,5})?\Z")
 ABSOLUTE: Final = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE | re.DOTALL)
@@ -107,7 +107,8 @@ class Incoming:
     """One request, whole or still being received."""
 
     __slots__ = (
-        "begins", "body", "keep_alive", "kept", "key", "leg_id", "method", "request_id", "slo_class", "slo_ttft_ms", "url",
+        "begins", "body", "keep_alive", "kept", "key", "leg_id", "method", "path", "request_id", "slo_class", "slo_ttft_ms",
+        "url",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -115,6 +116,8 @@ class Incoming:
         self.method = b""
         """Empty until the headers are complete."""
         self.url = b""
+        self.path = b""
+        """Of `url`; a head that comes again has the same."""
         self.body: list[bytes] = []
         self.begins = 0
         """Where the body does in `body`: before a long one stands its head, so that it need not be copied."""
@@ -179,9 +182,13 @@ class Heads:
         """The head of a connection's first packet, ready to be compared with."""
         if not self._requests or self._bounds is not bounds or self._wanted is not wanted:
             return None
-        around = around_length(data)
-        request = self._requests.get(around) if around is not None else None
-        return None if request is None or around is None else Known(around, same_head(request), bounds, wanted)
+        parts = usual_parts(data)
+        request = self._requests.get((parts[0], parts[2])) if parts is not None else None
+        if request is None or parts is None:
+            return None
+        known = Known((parts[0], parts[2]), same_head(request), bounds, wanted)
+        known.look_for(len(parts[1]), len(parts[0]) + len(parts[1]))
+        return known
 
     def put(self, known: Known, around: tuple[bytes, bytes]) -> None:
         """A connection's first head was read."""
@@ -193,7 +200,8 @@ class Heads:
 def same_head(request: Incoming) -> Incoming:
     """Another request with this head and no body."""
     same = Incoming()
-    same.method, same.url, same.keep_alive, same.key = request.method, request.url, request.keep_alive, request.key
+    same.method, same.url, same.path = request.method, request.url, request.path
+    same.keep_alive, same.key = request.keep_alive, request.key
     same.slo_class, same.slo_ttft_ms, same.kept = request.slo_class, request.slo_ttft_ms, request.kept
     return same
 
@@ -396,7 +404,7 @@ class Inbound:
         parser, current = self._parser, self.current
         if parser is None or current is None:
             return
-        current.method = parser.get_method()
+        current.method, current.path = parser.get_method(), current.url.split(b"?", 1)[0]
         if (version := parser.get_http_version()) != "1.1":  # before Host, which it needs not have
             raise RequestError(505, f"HTTP/{version} is not served: send HTTP/1.1 (in nginx: proxy_http_version 1.1)")
         if self._hosts != 1:

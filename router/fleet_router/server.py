@@ -115,7 +115,8 @@ class ClientConnection:
         self._transport = transport
         transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         context, there = self._context, len(self._connections)
-        if not context.spares.take(transport, there, context.config.bounds, self._plain, admin=self._admin):
+        bounds = context.config.bounds
+        if there < bounds.connections or not context.spares.take(transport, there, bounds, self._plain, admin=self._admin):
             self._connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -233,7 +234,7 @@ class ClientConnection:
                 self.write(CONTINUE)
 
     def _dispatch(self, request: Incoming) -> None:
-        method, path = request.method, request.url.split(b"?", 1)[0]
+        method, path = request.method, request.path
         try:
             if self._admin and path not in ADMIN:
                 raise RequestError(404, "this port is for probes and scrapes: requests go to the other one")
@@ -316,7 +317,7 @@ class ClientConnection:
         self._translation = translation
         ask, ticket = desk.admit(lane, ask, request.slo_ttft_ms)
         try:
-            hints = hints_of(self._context.config, lane.slo_class, request.kept)
+            hints = hints_of(self._context.config, lane.slo_class, request.kept) if request.kept else lane.hints
             self.flow = flow = self._flow_of(path, ask, ticket, hints)
         except BaseException:
             desk.forget(ticket)

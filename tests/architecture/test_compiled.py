@@ -26,7 +26,7 @@ CROSS_NEVER = {
     ("admission/usage", "near[at:at + len(_WRITTEN)]"),
     ("kvindex/pieces", "prompt[at:at + MEDIUM_BYTES]"),
     ("kvindex/pieces", "prompt[at:at + COARSE_BYTES]"),
-    ("kvindex/pieces", "prompt[start:end - end % PIECE_BYTES]"),  # as many pieces as there are keys lie before `end`
+    ("kvindex/pieces", "prompt[at:at + PIECE_BYTES]"),
     ("admission/runaway", "symbols[end - CONTEXT:end]"),  # where `end` is at least CONTEXT
 }
 

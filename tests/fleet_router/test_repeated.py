@@ -27,7 +27,7 @@ def message(body: bytes, line: bytes = b"accept: */*", length: int | None = None
 def told(inbound: Inbound) -> list[Any]:
     """Everything that was read, but for the ids."""
     rows = [
-        (r.method, r.url, b"".join(r.body), r.keep_alive, r.key, r.slo_class, r.slo_ttft_ms, dict(r.kept))
+        (r.method, r.url, r.path, b"".join(r.body), r.keep_alive, r.key, r.slo_class, r.slo_ttft_ms, dict(r.kept))
         for r in inbound.requests
     ]
     error = inbound.error

@@ -11,8 +11,9 @@ import msgspec
 from fleet_router.admission.keys import KeyTable
 from fleet_router.admission.quota import Account
 from fleet_router.admission.tenants import Decisions, Tenant, Tenants
-from fleet_router.ask import Ask
+from fleet_router.ask import Ask, Hints
 from fleet_router.config import RouterConfig, SloClass
+from fleet_router.hints import NO_HINTS, hints_of
 from fleet_router.lengths import TEMPLATE_TOKENS, upper_bound
 
 DEFAULT: Final = "default"
@@ -47,6 +48,8 @@ class Lane:
     """Class or tenant may have fewer output tokens than the fleet."""
     seed: int = 0
     """Where prefix keys begin: equal prompts of two tenants have nothing in common."""
+    hints: Hints = NO_HINTS
+    """Of requests that say nothing of themselves."""
     salt: str = ""
     """The `cache_salt` of its requests; empty where nobody is told apart."""
 
@@ -113,13 +116,16 @@ def _lane(slo_class: SloClass, config: RouterConfig, account: Account, tenant: T
     chat, completion = (
         {"max_tokens": b"%d" % most} for most in (most_out, most_out if less else min(COMPLETION_TOKENS, most_out))
     )
+    hints = hints_of(config, slo_class, {})
     if tenant is None:
-        return Lane(account, slo_class, own, limited=_added(chat), limited_completion=_added(completion), own_limit=less)
+        return Lane(
+            account, slo_class, own, limited=_added(chat), limited_completion=_added(completion), own_limit=less, hints=hints
+        )
     salt = salt_of(secret, tenant.name)
     models = None if tenant.models is None else frozenset(tenant.models)
     salted = {"cache_salt": b'"%b"' % salt.encode()}
     added, limited, completed = _added(salted), _added(salted | chat), _added(salted | completion)
-    return Lane(account, slo_class, own, tenant.weight, models, added, limited, completed, less, int(salt[:16], 16), salt)
+    return Lane(account, slo_class, own, tenant.weight, models, added, limited, completed, less, int(salt[:16], 16), hints, salt)
 
 
 def _added(fields: dict[str, bytes]) -> Added:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from struct import Struct
 from typing import Final
 
 import xxhash
@@ -28,7 +27,6 @@ BEGINNINGS_MOST: Final = 1024
 """So many are remembered, half a MB at most; then it begins anew."""
 _DIGEST: Final = xxhash.xxh3_64_intdigest
 """As xxhash's attribute it would be looked for three times per prompt."""
-_FINE: Final = Struct(f"{PIECE_BYTES}s").iter_unpack
 
 
 def key_chain(prompt: bytes, seed: int = 0) -> list[int]:
@@ -55,7 +53,7 @@ class Beginnings:
         if size < BEGINNING_BYTES:
             return key_chain(prompt, seed)
         end = FINE_BYTES if size >= FINE_BYTES else BEGINNING_BYTES
-        name = _DIGEST(memoryview(prompt)[:end], seed)
+        name = _DIGEST(prompt[:end] if end < FINE_BYTES else memoryview(prompt)[:end], seed)  # to copy little is quicker
         known = self._known.get(name)
         if known is not None:
             keys = known.copy()
@@ -72,8 +70,8 @@ def _go_on(keys: list[int], prompt: bytes, seed: int) -> None:
     """Add the keys of the pieces behind those fine ones whose keys are there; `seed`: the last of these."""
     size, start = len(prompt), len(keys) * PIECE_BYTES
     end = size if size < FINE_BYTES else FINE_BYTES
-    for (piece,) in _FINE(prompt[start : end - end % PIECE_BYTES]):  # a third less than slicing
-        seed = _DIGEST(piece, seed)
+    for at in range(start, end - PIECE_BYTES + 1, PIECE_BYTES):
+        seed = _DIGEST(prompt[at : at + PIECE_BYTES], seed)
         keys.append(seed)
     if size >= FINE_BYTES + MEDIUM_BYTES:
         _add_coarser(keys, prompt, seed)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.hedge import SAVED_MOST, SAVED_TOKENS_MOST, HedgeBudget, second, wait_s
-from fleet_router.policy.terms import Weighed
+from fleet_router.policy.terms import FEW, Weighed
 from fleet_router.policy.trip import Trip
 from tests.fleet_router.policy.test_cost import GROUP, Offer, fleet, load
 
@@ -121,3 +123,15 @@ def test_a_trip_learns_from_who_answered(won: bool):
     assert (workers["p0"].pending, workers["p1"].pending) == (0, 0)
     assert [workers[uid].prefill.weight > 0 for uid in ("p0", "p1")] == [not won, won]
     assert (group.pairs.cost_s("p1", "d0", 2_000) > before) is won
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, FEW - 1, FEW, 40])
+def test_costs_are_packed_as_they_are(count: int):
+    """As many as there are, each decision its own."""
+    costs, local = [[float(i) / 3 + start for i in range(count)] for start in (0.0, 7.0)]
+    (one, other) = made = [Weighed(GROUP, [], 1.0, (0.0, 0, 0.0, 0, ()), costs, local) for _ in range(2)]
+    for side in made:
+        side.pack()
+    assert (one.costs, one.local) == (array("d", costs), array("d", local))
+    assert other.costs == one.costs
+    assert other.costs is not one.costs
