@@ -18,13 +18,15 @@ from fleet_router.ask import Ask, Hints
 from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
-from fleet_router.ending import CHAT_PATH, END, chunked, framed, last_event, unframed
+from fleet_router.ending import CHAT_PATH, END, framed, last_event, unframed
 from fleet_router.errors import RequestError
+from fleet_router.expected import chunked
 from fleet_router.explain.record import Record
 from fleet_router.explain.shown import header as decision_header
 from fleet_router.heads import STATUS_LINES, add_kept, status_line
+from fleet_router.health.determined import determined
 from fleet_router.health.inband import HINT, broke_off_with, error_in, whole_events
-from fleet_router.health.resume import Again, determined
+from fleet_router.health.resume import Again
 from fleet_router.health.sent import CHUNK_ENDS, CRLF_END, Halves, Sent, ends_a_line, events_end, last_is_sound
 from fleet_router.hints import NO_HINTS
 from fleet_router.lengths import told_again_bytes
@@ -217,8 +219,9 @@ class Answering(Metering):
                 context.knowledge.answered(worker.uid, self._counted)
 
     def _keep_what_is_sent(self, headers: list[tuple[bytes, bytes]]) -> None:
-        self._splits = chunked(headers) and self._translation is None
-        if self.config.resume == "off" or not determined(self._ask.fields) or not chunked(headers):
+        in_chunks = chunked(headers)
+        self._splits = in_chunks and self._translation is None
+        if self.config.resume == "off" or not in_chunks or not determined(self._ask.fields):
             return
         if self._translation is None:
             self._sent = Sent(self._context.room)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -33,11 +32,6 @@ class _TellsUsage(msgspec.Struct):
 def framed(data: bytes) -> bytes:
     """As a chunk of a body (RFC 9112, 7.1)."""
     return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
-
-
-def chunked(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """The body comes in chunks."""
-    return any(name.lower() == b"transfer-encoding" and b"chunked" in value.lower() for name, value in headers)
 
 
 def unframed(data: bytes) -> bytes:

@@ -15,6 +15,7 @@ from fleet_router.ending import unframed
 from fleet_router.request import is_object
 
 TYPE: Final = b"content-type"
+ENCODING: Final = b"transfer-encoding"
 CODING: Final = b"content-encoding"
 EVENTS: Final = b"text/event-stream"
 TEXT: Final = b"text/"
@@ -30,9 +31,17 @@ ENDED: Final = b'"finish_reason":"'
 ENDED_SPACED: Final = b'"finish_reason": "'
 """As engines write it. Inside a text its quotes are escaped."""
 NO_CHOICE: Final = (b'"choices":[]', b'"choices": []')
+CLOSED: Final = b"\n\n\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+"""[DONE] in a chunk of its own, behind an event; what stands before it is no text that goes on in the next chunk."""
+CLOSED_IN_ONE: Final = b"\n\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 _DONE: Final = re.compile(rb"(?:\A|[\r\n])data: ?\[DONE\]")
 _EVENT: Final = re.compile(rb"(?:\A|[\r\n]|\A\xef\xbb\xbf)data: ?(?!\[DONE\])[^\r\n ]")
 _BOM_CHUNK: Final = re.compile(rb"([0-9a-fA-F]{1,8})(?:;[^\r\n]*)?\r\n\xef\xbb\xbf")
+
+
+def chunked(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    """The body comes in chunks."""
+    return any(name.lower() == ENCODING and value.lower().find(b"chunked") >= 0 for name, value in headers)
 
 
 def unlike(headers: Sequence[tuple[bytes, bytes]], *, stream: bool) -> str:
@@ -52,7 +61,7 @@ def unlike(headers: Sequence[tuple[bytes, bytes]], *, stream: bool) -> str:
 def without_bom(read: bytes) -> bytes:
     """The first read of a stream without the byte order mark before its first event: clients that do not know of it (WHATWG HTML,
     9.2.4) would take that event for no data."""
-    found = _BOM_CHUNK.match(read)
+    found = _BOM_CHUNK.match(read) if BOM[0] in read else None
     if found is None:
         return read
     left = int(found[1], 16) - len(BOM)
@@ -63,8 +72,9 @@ def without_bom(read: bytes) -> bytes:
 
 
 def is_closed(ending: bytes) -> bool:
-    """The end of a stream that says that it is one."""
-    return _DONE.search(BETWEEN.sub(b"", ending)) is not None
+    """The end of a stream that says that it is one. As nearly all end it is seen at once: to look through all of it took a
+    hundred thousand instructions, a quarter of a short stream's."""
+    return ending.endswith(CLOSED) or ending.endswith(CLOSED_IN_ONE) or _DONE.search(BETWEEN.sub(b"", ending)) is not None
 
 
 def says_an_end(ending: bytes) -> bool:

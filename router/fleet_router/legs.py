@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from fleet_router.dialect.chat import Events
-from fleet_router.ending import END, chunked, framed, unframed
+from fleet_router.ending import END, framed, unframed
 from fleet_router.errors import RequestError
-from fleet_router.expected import tells_bytes, unlike
+from fleet_router.expected import chunked, tells_bytes, unlike
 from fleet_router.health.inband import HINT, error_in
 from fleet_router.health.resume import Again, DiffersError
 from fleet_router.request import is_object, tokens_of

@@ -98,6 +98,8 @@ def read(body: bytes, chat: bool, found: Cut) -> tuple[dict[str, msgspec.Raw], m
 def _may_have_halves(body: bytes, cuts: list[tuple[int, int]]) -> bool:
     """In one of these texts half a character (a surrogate) may stand by itself: a parser is to say. The first look is by far the
     quickest, and often enough."""
+    if _BACKSLASH not in body:
+        return False
     for start, end in cuts:
         if (
             body.find(_ESCAPES, start, end) >= 0

@@ -6,6 +6,7 @@ from abc import ABC
 from typing import TYPE_CHECKING, Final
 
 from fleet_router.admission.usage import (
+    EITHER,
     EVENT,
     SHORT_BYTES,
     SPLIT_BYTES,
@@ -64,10 +65,11 @@ class Metering(ABC):  # noqa: B024 - what is abstract of an answer comes in its 
     def _without_usage(self, data: bytes) -> bytes:
         """What the client asked for; the rest is what we asked for."""
         at = max(0, len(data) - TAIL_BYTES)  # behind it comes [DONE] and no more
-        if data.find(TOLD, at) < 0 and data.find(TOLD_LAST, at) < 0 and not (cut_in_two(data) and tells_usage(data[at:])):
+        told = data.find(EITHER, at) >= 0 and (data.find(TOLD, at) >= 0 or data.find(TOLD_LAST, at) >= 0)
+        if not told and not (cut_in_two(data) and tells_usage(data[at:])):
             return data  # `in` raises and catches an error first
-        shown, told = without_usage(data)
-        self._told = told or self._told
+        shown, used = without_usage(data)
+        self._told = used or self._told
         return shown
 
     def _count_tokens(self, data: bytes, sound: bool) -> None:

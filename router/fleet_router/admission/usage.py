@@ -26,6 +26,8 @@ TOLD: Final = b'"prompt_tokens"'
 """In an event that tells it."""
 TOLD_LAST: Final = b'"completion_tokens"'
 """The same: a proxy may cut one of them in two."""
+EITHER: Final = b'_tokens"'
+"""In both."""
 OPTIONS: Final = "stream_options"
 USAGE: Final = b'{"include_usage":true}'
 ASKED: Final = b',"stream_options":' + USAGE + b"}"
@@ -119,6 +121,12 @@ def cut_in_two(read: bytes) -> bool:
     return breaks > 2 and breaks > 2 * read.count(_ENDS_CHUNK, near)
 
 
+def _cut_behind_events(ending: bytes) -> bool:
+    """The end of a stream whose chunks all end behind events: a name or a number stands in one of them, and nothing is to be put
+    together. A chunk has two line breaks of its framing, and one of them stands behind an event; so has the last one."""
+    return ending.count(_CRLF) <= 2 * ending.count(_ENDS_CHUNK)
+
+
 def tells_usage(read: bytes) -> bool:
     """A usage may stand in this read of a stream, wherever it is cut into chunks."""
     joined = BETWEEN.sub(b"", read)
@@ -174,9 +182,10 @@ def _number(tail: bytes, name: bytes) -> int | None:
 def used_tokens(before: bytes, tail: bytes, events: int, charged: int) -> tuple[int, int]:
     """(input, output) tokens of a stream: the engine's own count in its last two reads of some length, also where a chunk ends in
     the middle of it, else an estimate with a token per event ([DONE] is an event, too)."""
-    found = usage_of(BETWEEN.sub(b"", tail[-TAIL_BYTES:]))
-    if found is None and before and len(tail) < TAIL_BYTES:  # a longer one has been looked through
-        found = usage_of(BETWEEN.sub(b"", before[-TAIL_BYTES:] + tail))
+    near = before[-TAIL_BYTES:] + tail if len(tail) < TAIL_BYTES else tail[-TAIL_BYTES:]
+    found = usage_of(near) if (whole := _cut_behind_events(near)) else None
+    if found is None and not (whole and len(near) <= TAIL_BYTES):  # without their framing more is near
+        found = usage_of(BETWEEN.sub(b"", near))
     return found or (charged, events - 1 if events > 1 else 0)
 
 

@@ -20,17 +20,10 @@ from fleet_router.ask import Ask
 from fleet_router.dialect.chat import BOM, DONE, UNENDED, Ends, goes_on, payload_of
 from fleet_wire.unreadable import UNREADABLE
 
-KNOWN: Final = frozenset({
-    "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p",
-    "seed", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options", "return_token_ids", "user", "metadata", "store",
-    "service_tier", "n", "cache_salt", "presence_penalty", "frequency_penalty", "repetition_penalty",
-})  # fmt: skip
-"""With another field that says something the answer may depend on what we do not know, or hold what we could not compare."""
 OWN_HISTORY: Final[Mapping[str, tuple[object, ...]]] = {
     "stop": ([], ""), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
 }  # fmt: skip
 """Fields that look at the answer so far, and values that do not: sent tokens in the prompt would not count for them."""
-GREEDY_BELOW: Final = 1e-5
 OVERLAP_TOKENS: Final = 8
 """So many tokens at least are said again and compared."""
 _NULL: Final = msgspec.Raw(b"null")
@@ -55,22 +48,6 @@ class Said:
     """The event that says what was used has come."""
     steps: list[tuple[int, int]] = field(default_factory=list)
     """(tokens, characters) after each event that had text and ids."""
-
-
-def determined(fields: Mapping[str, msgspec.Raw]) -> bool:
-    """The same request gives the same tokens wherever it runs."""
-    if fields.get("seed", _NULL) == _NULL and not _below(fields.get("temperature", _NULL), GREEDY_BELOW):
-        return False
-    if bytes(fields.get("n", _NULL)) not in (b"null", b"1"):
-        return False
-    return fields.keys() <= KNOWN or all(fields[name] == _NULL for name in fields.keys() - KNOWN)
-
-
-def _below(raw: msgspec.Raw, bound: float) -> bool:
-    try:
-        return raw != _NULL and msgspec.json.decode(raw, type=float) < bound
-    except msgspec.DecodeError:
-        return False
 
 
 def said_of(events: bytes) -> Said | None:

@@ -20,7 +20,8 @@ CRLF_END: Final = b"\r\n\r\n\r\n"
 CHUNK_ENDS: Final[tuple[bytes, ...]] = (CHUNK_END, CRLF_END)
 ENDS: Final[tuple[bytes, ...]] = (CHUNK_END, b"\r\n0\r\n\r\n", CRLF_END)
 """Ends of a read after which something else may follow."""
-_ODD_ENDS: Final[tuple[bytes, ...]] = (b"\r\n\n\r\n", CRLF_END)
+_ODD_END: Final = b"\r\n\n\r\n"
+_ODD_ENDS: Final[tuple[bytes, ...]] = (_ODD_END, CRLF_END)
 """Those that the line of a chunk's size may be a part of."""
 _SIZED: Final = re.compile(rb"(?:\A|(.)\r\n)([0-9a-fA-F]{1,8})(?:;[^\r\n]*)?\r\n(\r?\n)\r\n\Z", re.DOTALL)
 _SIZED_BYTES: Final = 96
@@ -42,6 +43,13 @@ def ends(data: bytes, until: int) -> bool:
         return True
     found = _SIZED.search(data, max(0, until - _SIZED_BYTES), until)
     return found is None or (int(found[2], 16) == len(found[3]) and found[1] in (None, b"\n"))
+
+
+def ends_whole(data: bytes) -> bool:
+    """A read that ends with an event, or with the body. Nearly all end as engines write it: that is seen without the rest."""
+    if data.endswith(CHUNK_END) and not data.endswith(_ODD_END):
+        return True
+    return data.endswith(ENDS) and ends(data, len(data))
 
 
 def events_end(data: bytes, until: int) -> int:
@@ -107,7 +115,7 @@ class Sent:
 
     def whole(self, data: bytes) -> bytes:
         """One more read; what may go out: up to the end of its last event."""
-        if self._rest or not data.endswith(ENDS) or not ends(data, len(data)):
+        if self._rest or not ends_whole(data):
             data = self._up_to_an_end(self._rest + data)
         self.keep(data)
         return data
@@ -134,7 +142,7 @@ class Sent:
         self._kept, self._size, self._joined = [data], len(data), 0
 
     def _up_to_an_end(self, data: bytes) -> bytes:
-        at = len(data) if data.endswith(ENDS) and ends(data, len(data)) else events_end(data, len(data))
+        at = len(data) if ends_whole(data) else events_end(data, len(data))
         self._rest = data[at:]
         return data[:at]
 
@@ -175,6 +183,6 @@ class Halves(Sent):
 
     def whole(self, data: bytes) -> bytes:
         """See `Sent`."""
-        if not self._rest and data.endswith(ENDS) and ends(data, len(data)):
+        if not self._rest and ends_whole(data):
             return data
         return self._up_to_an_end(self._rest + data)

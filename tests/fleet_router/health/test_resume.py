@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_router.ending import framed, unframed
-from fleet_router.health.resume import OVERLAP_TOKENS, Again, DiffersError, Start, continued, determined, said_of, start_of
+from fleet_router.health.determined import determined
+from fleet_router.health.resume import OVERLAP_TOKENS, Again, DiffersError, Start, continued, said_of, start_of
 from fleet_router.health.sent import STREAM_MOST_BYTES, Room, Sent
 from fleet_router.request import parse_body
 from tests.fleet_router.fake_worker import answer
