@@ -27,7 +27,7 @@ from fleet_router.heads import STATUS_LINES, add_kept, status_line
 from fleet_router.health.determined import determined
 from fleet_router.health.inband import HINT, broke_off_with, error_in, whole_events
 from fleet_router.health.resume import Again
-from fleet_router.health.sent import CHUNK_ENDS, CRLF_END, Halves, Sent, ends_a_line, events_end, last_is_sound
+from fleet_router.health.sent import CHUNK_ENDS, CRLF_SOUND_ENDS, Halves, Sent, ends_a_line, events_end, last_is_sound
 from fleet_router.hints import NO_HINTS
 from fleet_router.lengths import told_again_bytes
 from fleet_router.metering import LAST_ENDS, SOUND_END, Metering
@@ -48,8 +48,6 @@ HEAD_END: Final = b"\r\n\r\n"
 CLOSE: Final = b"\r\nconnection: close"
 EVENT_END: Final = b"\n\n"
 CRLF_EVENT_END: Final = b"\r\n\r\n"
-CRLF_SOUND_ENDS: Final[tuple[bytes, ...]] = (b"}" + CRLF_END, b"]" + CRLF_END)
-"""Of reads of a stream whose lines end with CRLF: a line break alone may be half of an event's end."""
 BIG_READ_BYTES: Final = 1_024
 """A read of so much is progress, too: of an answer that comes as a whole."""
 HELD_MOST_BYTES: Final = 65_536
@@ -219,8 +217,7 @@ class Answering(Metering):
                 context.knowledge.answered(worker.uid, self._counted)
 
     def _keep_what_is_sent(self, headers: list[tuple[bytes, bytes]]) -> None:
-        in_chunks = chunked(headers)
-        self._splits = in_chunks and self._translation is None
+        self._splits = (in_chunks := chunked(headers)) and self._translation is None
         if self.config.resume == "off" or not in_chunks or not determined(self._ask.fields):
             return
         if self._translation is None:

@@ -17,6 +17,8 @@ CHUNK_END: Final = b"\n\n\r\n"
 """The end of a chunk that ends with an event. Inside JSON a line break is escaped."""
 CRLF_END: Final = b"\r\n\r\n\r\n"
 """The same of a server whose events end with CRLF."""
+CRLF_SOUND_ENDS: Final[tuple[bytes, ...]] = (b"}" + CRLF_END, b"]" + CRLF_END)
+"""Of reads of a stream whose lines end with CRLF: a line break alone may be half of an event's end."""
 CHUNK_ENDS: Final[tuple[bytes, ...]] = (CHUNK_END, CRLF_END)
 ENDS: Final[tuple[bytes, ...]] = (CHUNK_END, b"\r\n0\r\n\r\n", CRLF_END)
 """Ends of a read after which something else may follow."""
