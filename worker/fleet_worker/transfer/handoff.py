@@ -106,14 +106,14 @@ class Handoff:
 
     # -- as the reader ----------------------------------------------------------------------------------------------
     def signers(self) -> tuple[bytes, ...]:
-        """The keys to prove oneself by, the likeliest first: the one that signs; while keys are being changed, also the others. Of
-        those an owner that has just begun knows the newest alone, one that is late the oldest, and one that began between two
-        changes neither."""
+        """The keys to prove oneself by, the likeliest first: the one that signs; while keys are being changed, the others. An
+        owner that has just begun knows the newest alone, one that is late the oldest, one that began between two changes neither.
+        """
         keys = self._keys.current()
         return tuple(dict.fromkeys((*keys[:1], *keys[:0:-1])))
 
     def proving(self, greeting: Prove, host: str, port: int, key: bytes = b"") -> Prove:
-        """The greeting of the owner at this address, with its proof. Only with a key. `key`: one of `signers`; empty: the first."""
+        """The greeting of the owner at this address, with its proof by `key`, one of `signers`; empty: the first."""
         asked = msgspec.structs.replace(greeting, version=PROVEN_VERSION, nonce=os.urandom(NONCE_BYTES), proof=b"")
         key = key or self._keys.current()[0]
         return msgspec.structs.replace(asked, proof=proof(key, *proving_parts(asked, place(host, port))))
