@@ -15,7 +15,7 @@ once, and need not be told for ever.
 Flips go one by one, so that workers part from their labels one by one. Where many of a role say another one at once, it is what
 they have in common that is wrong, their image or their agent: to take them out would take the role away, and those made in their
 place would say the same. So all of them are excused: they serve on, none is told or deleted, and the status says so. So is the
-only one of its role, when one was replaced for that already.
+only one of its role, when one was replaced for that already, and the last one that serves, while others take their role again.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ SERVING = "Serving"
 """The phase of an agent that works in the role that it says: in any other one it is not ready, and may still change."""
 MOST_PERCENT = 25
 """Of the workers of one role in a tier: so many may be astray at once, and one in any case."""
+LAST = "no other one serves until those have their role again that were told it"
+"""Why one is excused, though not those that were told."""
 Place = tuple[str, Role]
 """(tier, role by the label)."""
 
@@ -93,15 +95,17 @@ def _words(pod: ObservedPod, report: FlipReport | None) -> str:
 
 def _excused(fleet: InferenceFleet, observed: Observed) -> Mapping[Place, str]:
     """Where too many are astray at once, and why that is too many, in words."""
-    heard, astray = dict[Place, int](), dict[Place, int]()
+    heard, astray, told = dict[Place, int](), dict[Place, int](), set[Place]()
     for pod in observed.pods:
         if pod.member > 0 or not _stays(pod) or pod.flipping not in (None, pod.role):
             continue
         place, says_so = (pod.tier, pod.role), _is_astray(pod, observed.flips.get(pod.uid))
         heard[place] = heard.get(place, 0) + (pod.ready or says_so)
         astray[place] = astray.get(place, 0) + says_so
+        told |= {place} if pod.flipping is not None and not says_so else set()
     found = {place: _too_many(fleet, observed, place, count, heard[place]) for place, count in astray.items() if count}
-    return {place: words for place, words in found.items() if words}
+    lasts = {place: LAST for place in told if 0 < astray[place] == heard[place]}
+    return lasts | {place: words for place, words in found.items() if words}
 
 
 def _too_many(fleet: InferenceFleet, observed: Observed, place: Place, astray: int, heard: int) -> str:
@@ -114,7 +118,8 @@ def _too_many(fleet: InferenceFleet, observed: Observed, place: Place, astray: i
 
 
 def _judged(pod: ObservedPod, words: str, excused: Mapping[Place, str]) -> ObservedPod:
-    if (why := excused.get((pod.tier, pod.role))) is not None:
+    why = excused.get((pod.tier, pod.role))
+    if why is not None and not (why is LAST and pod.flipping is not None):
         return replace(pod, flipping=None, excused=f"{words}, and {why}")
     words = words if pod.flipping is None else f"{words}, and is told its role again"
     return replace(pod, ready=False, astray=words, message=pod.message or words)

@@ -105,7 +105,7 @@ def _passed(known: ScaleMemory) -> list[float]:
     """Its times that have passed."""
     newest = [known.wants[-1][0]] if known.wants else []
     lacking = [known.lacking[1]] if known.lacking is not None else []
-    others = [*[at for _, at in known.healing.since], *[at for _, at, _ in known.asked]]
+    others = [*[at for _, at in known.healing.since], *[at for _, at, *_ in known.asked]]
     return [*newest, *[at for _, at in known.gated], *lacking, *others]
 
 
@@ -168,7 +168,7 @@ def _scale(known: ScaleMemory, moved: _Moved) -> ScaleMemory:
         flip=_flip(known.flip, moved),
         gangs=gangs,
         lacking=(known.lacking[0], moved.time(known.lacking[1])) if known.lacking is not None else None,
-        asked=tuple([(role, moved.time(at), size) for role, at, size in known.asked]),
+        asked=tuple([(role, moved.time(at), size, s) for role, at, size, s in known.asked]),
         healing=_healing(known.healing, moved) if known.healing != HealingMemory() else known.healing,
     )
 

@@ -7,9 +7,9 @@ from typing import Literal
 
 from fleet_api.v1alpha1.status import ReplacedStatus
 
-Asked = tuple[tuple[Literal["prefill", "decode"], float, int], ...]
-"""(role, when, how many workers): with scaling.mode external, what somebody asked for each role last. It may be lost: then the
-newest wish alone counts."""
+Asked = tuple[tuple[Literal["prefill", "decode"], float, int, float], ...]
+"""(role, when, how many workers, for how many seconds that stands): with scaling.mode external, what somebody asked for each role
+last. It may be lost: then the newest wish alone counts."""
 
 
 @dataclass(frozen=True, slots=True)

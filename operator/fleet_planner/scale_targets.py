@@ -63,21 +63,25 @@ def dispute_words(said: Pair, sizes: Pair) -> str:
 
 def asked_again(lately: Asked, said: Mapping[Role, int], now: float) -> tuple[bool, Asked]:
     """Whether two that disagree are to be asked again now, and what was asked lately from now on. An operator that has just
-    started does not know since when they do. What is there meanwhile stands: see `standing`."""
-    since = max((at for _, at, _ in lately), default=None)
+    started does not know since when they do. What is there stands meanwhile, however seldom who is asked looks (`standing`)."""
+    since = max((at for _, at, *_ in lately), default=None)
     if since is not None and now - since < ASK_AGAIN_S:
         return False, lately
-    return since is not None, tuple(sorted((role, now, size) for role, size in said.items()))
+    return since is not None, _noted(said, now, ASK_AGAIN_S)
 
 
 def standing(lately: Asked, scaled: Mapping[Role, int], sizes: Mapping[Role, int], now: float) -> tuple[dict[Role, int], Asked]:
-    """What was asked of the other role less than STANDS_S ago and would be taken away by `sizes`: it stands, so that both wishes
+    """What was asked of the other role less than its time ago and would be taken away by `sizes`: it stands, so that both wishes
     are met with more workers of the one now `scaled`. Also what was asked lately, from now on: what stands, stands as long as
     somebody goes on asking."""
-    known = {role: (at, size) for role, at, size in lately if role not in scaled and now - at < STANDS_S}
-    stands = {role: size for role, (_, size) in known.items() if sizes[role] < size}
-    asked = [(role, now if role in stands else at, size) for role, (at, size) in known.items()]
-    return stands, tuple(sorted([*asked, *((role, now, size) for role, size in scaled.items())]))
+    known = [one for one in lately if one[0] not in scaled and now - one[1] < one[3]]
+    stands = {role: size for role, _, size, _ in known if sizes[role] < size}
+    others = [one for one in known if one[0] not in stands]
+    return stands, tuple(sorted([*others, *_noted(stands | dict(scaled), now, STANDS_S)]))
+
+
+def _noted(said: Mapping[Role, int], now: float, stands_s: float) -> Asked:
+    return tuple(sorted((role, now, size, stands_s) for role, size in said.items()))
 
 
 def plan_targets(

@@ -378,6 +378,8 @@ def test_a_template_of_somebody_else_that_goes_is_not_made_again():
         pytest.param({"nodes": [1]}, id="one-role"),
         pytest.param({"compat": None}, id="compat"),
         pytest.param({"pods": {"prefill": {}}}, id="pods"),
+        pytest.param({"inputs": "these"}, id="inputs"),
+        pytest.param({"inputs": {"model": "that"}}, id="model"),
     ],
 )
 def test_a_template_that_somebody_made_by_hand_and_wrongly_is_none(made_up: dict[str, Any]):

@@ -312,6 +312,24 @@ def test_two_that_go_on_to_disagree_are_asked_every_half_hour_and_that_costs_no_
     play(scenario, **EXTERNAL)
 
 
+@pytest.mark.parametrize("every_s", [60.0, STANDS_S + 15.0, 600.0])
+def test_who_asks_seldom_takes_away_nothing_of_what_was_met_when_it_is_asked_again(every_s: float):
+    """A job that scales every ten minutes, against an autoscaler: at each half hour two workers went, and were made anew."""
+
+    async def scenario(world: World) -> None:
+        await wished_at(world, 300, {"prefill": 2, "decode": 8})
+        there, reasons = await uids(world), set[str]()
+        for _ in range(int(2.5 * ASK_AGAIN_S / every_s)):
+            reasons |= await wished_at(world, every_s, {"decode": 8})
+            await scale(world, 2, "prefill")
+            reasons |= await wished_at(world, 15.0, {"decode": 8})
+            assert await uids(world) == there, world.now
+        assert reasons == {"WishesDisagree", "InRatio"}, "it was asked"
+        assert (await world.workers(), await sizes(world)) == ({"prefill": 3, "decode": 8}, (2, 8))
+
+    play(scenario, **EXTERNAL)
+
+
 def test_a_dispute_is_over_with_the_ratio_that_it_was_about():
     async def scenario(world: World) -> None:
         await scale(world, 8)

@@ -269,6 +269,24 @@ def test_one_that_takes_its_role_at_this_moment_is_no_witness():
     assert [name for name, state in states(plan).items() if state == "draining"] == [D0, D1]
 
 
+@pytest.mark.parametrize("size", [(1, 2), (2, 3)])
+def test_the_last_one_that_serves_goes_on_while_others_take_their_role(size: tuple[int, int]):
+    """Heard one after the other they were never too many at once, and the role was gone until the first one had it again: on vLLM
+    up to an hour."""
+    told = {f"d{n}": FlipReport("prefill", "FlippingRole") for n in range(size[1] - 1)}
+    last = f"f-t-decode-aaaaaaaa-{size[1] - 1}"
+    pods = workers(*size)
+    for name in told:
+        pods = one_as(pods, f"f-t-decode-aaaaaaaa-{name[1]}", flipping="decode", flip_since=NOW, ready=False)
+    plan = reconcile(wish(*size), read(pods, **told | {f"d{size[1] - 1}": SAYS_PREFILL}), NOW + 1)
+    assert states(plan)[last] == "serving"
+    assert (plan.flips, plan.delete, plan.create) == ((), (), ()), "those that were told are followed to their end"
+    assert ratio(plan)[1] == "AgentsSuspected"
+    assert f"{last}: a decode worker whose agent says prefill, and no other one serves" in ratio(plan)[2]
+    there = reconcile(wish(*size), read(**{f"d{size[1] - 1}": SAYS_PREFILL}, pods=workers(*size)), NOW + 2)
+    assert [flip.name for flip in there.flips] == [last], "it is told when another one serves"
+
+
 def test_nobody_flips_where_agents_are_suspected():
     plan = reconcile(wish(2, 2), read(workers(1, 3), **saying(3)), NOW)
     assert plan.flips == ()

@@ -206,6 +206,26 @@ def test_what_was_noted_stays_noted_and_what_cannot_be_is_none(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["psm_3"]
 
 
+def test_a_name_that_cannot_be_written_down_ends_no_noting(tmp_path: Path):
+    """It ended it for the engine's life, and was told when that ended."""
+    made, odd, mine = make(tmp_path), tmp_path / os.fsdecode(b"psm_\xff"), tmp_path / "psm_mine"
+    with sharing(odd, mine) as session:
+        made.note(session)
+    made.close()
+    assert list(tmp_path.iterdir()) == [odd]
+
+
+def test_where_shared_memory_is_a_link_the_files_are_found_behind_it(tmp_path: Path):
+    """As /dev/shm is one to /run/shm on some machines: maps say where it leads."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "shm").symlink_to("run", target_is_directory=True)
+    made = make(tmp_path / "shm")
+    with sharing(tmp_path / "shm" / "psm_mine") as session:
+        made.note(session)
+    made.close()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
 def linked_elsewhere(name: Path, victims: Path) -> None:
     name.symlink_to(victims, target_is_directory=True)
 

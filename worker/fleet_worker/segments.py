@@ -57,11 +57,13 @@ class Segments:
         noted; who is noted once stays so."""
         if self.folder is None:
             return
-        root, file = str(self.folder.parent), self.folder / NOTED
-        with contextlib.suppress(OSError):
+        root, file = os.path.realpath(self.folder.parent), self.folder / NOTED
+        with contextlib.suppress(OSError, UnicodeError):
             known = set(file.read_text().splitlines()) if file.exists() else set[str]()
             inodes = {inode for pid in members(session) for inode in _mapped(pid, root)}
-            there = [(one.name, str(one.inode())) for one in os.scandir(root) if one.name.startswith(SHARED)]
+            there = [
+                (one.name, str(one.inode())) for one in os.scandir(root) if one.name.startswith(SHARED) and one.name.isprintable()
+            ]
             mine = {f"{inode} {name}" for name, inode in there if inode in inodes and name not in self.others}
             if not mine <= known:
                 (fresh := file.with_suffix(".new")).write_text("".join(f"{line}\n" for line in sorted(known | mine)))

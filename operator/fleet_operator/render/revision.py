@@ -232,7 +232,8 @@ def place_of(stored: Object) -> tuple[str, str] | None:
 
 
 def _is_whole(data: dict[str, Any]) -> bool:
-    """Its counts are a pair of counts, and both roles have pods."""
+    """Its counts are a pair of counts, both roles have pods, and what it was made from can be looked up, if it says that."""
     pairs = [data["gpus"], data["nodes"]]
     counted = all(isinstance(pair, list) and [type(one) for one in pair] == [int, int] and min(pair) >= 0 for pair in pairs)
-    return counted and isinstance(data["compat"], str) and isinstance(data["pods"], dict) and set(data["pods"]) >= set(ROLES)
+    named = isinstance(data["compat"], str) and isinstance(data["pods"], dict) and set(data["pods"]) >= set(ROLES)
+    return counted and named and isinstance(made := data.get("inputs", {}), dict) and isinstance(made.get("model", {}), dict)

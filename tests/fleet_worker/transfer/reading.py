@@ -45,6 +45,8 @@ class Agent:
 
     def __init__(self) -> None:
         self.known: list[str] = []
+        self.told: dict[str, bytes] = {}
+        """By name, which is what stands before `|` in it."""
         self.made_known = 0
         self.state = self.posted = "PROC"
         self.handles, self.reads = 0, 0
@@ -52,10 +54,11 @@ class Agent:
     def add_remote_agent(self, metadata: bytes) -> bytes:
         if metadata == b"broken":
             raise RuntimeError("NIXL_ERR_MISMATCH")
-        name = metadata.decode()
+        name = metadata.decode().partition("|")[0]
         self.made_known += 1
         self.known += [] if name in self.known else [name]
-        return metadata
+        self.told[name] = metadata
+        return name.encode()
 
     def remove_remote_agent(self, name: str) -> None:
         self.known.remove(name)

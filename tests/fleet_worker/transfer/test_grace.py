@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,6 +76,23 @@ def test_who_proves_to_be_another_one_than_was_there_takes_its_place(pair: Pair)
     (peer,) = pair.rig.peers._peers.values()
     assert peer.welcome is not None
     assert (peer.welcome.base_address, pair.rig.agent.reads) == (4096, 2)
+
+
+def test_nothing_is_read_over_what_nixl_was_told_by_who_was_there_before(pair: Pair):
+    """He called himself as the owner does, and his read went on: NIXL knew that name, and the pulls of the proven owner, with its
+    address, were read from him."""
+    met(pair, lambda call: welcome(call, agent=b"engine|his"))
+    pair.become_strict()
+    pair.rig.pull("second", reference())
+    pair.prove()
+    pair.prove()
+    assert (pair.rig.ended(), pair.rig.agent.reads) == ({"second": "peer"}, 1)
+    pair.rig.agent.state = "DONE"
+    pair.rig.reader.advance(time.monotonic())
+    assert pair.rig.agent.known == []
+    pair.rig.pull("third", reference())
+    pair.prove()
+    assert (pair.rig.agent.told["engine"], pair.rig.agent.reads) == (b"engine", 2)
 
 
 @pytest.mark.parametrize("answer", ["a plain welcome", "a welcome with rubbish for a proof", "a refusal"])

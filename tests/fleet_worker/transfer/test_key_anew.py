@@ -19,13 +19,12 @@ THIRD = "t" * 64
 
 
 @pytest.mark.parametrize(
-    ("since_s", "expected"),
+    ("now", "expected"),
     [(0.0, (*OLD, *NEW)), (179.9, (*OLD, *NEW)), (180.0, (*NEW, *OLD)), (359.9, (*NEW, *OLD)), (360.0, NEW), (1e9, NEW)],
 )
-def test_the_steps_of_a_rotation_by_the_clock(since_s: float, expected: tuple[bytes, ...]):
-    assert overlapping(OLD, NEW, since_s, 180.0) == expected
-    assert overlapping(OLD, NEW, since_s, 0.0) == NEW, "where nobody waits for others"
-    assert overlapping((), NEW, since_s, 180.0) == NEW
+def test_the_steps_of_a_rotation_by_the_clock(now: float, expected: tuple[bytes, ...]):
+    assert overlapping({b"old": 360.0}, NEW, 0.0, now, 180.0) == expected
+    assert overlapping({}, NEW, 0.0, now, 180.0) == NEW
 
 
 def pods_at(folder: Path, *names: str) -> list[Pod]:
@@ -92,6 +91,72 @@ def test_another_replacement_in_the_middle_of_one_loses_nobody(tmp_path: Path):
             everybody_greets(pods)
     all_later(pods, 3 * SPREAD_S)
     assert all(len(pod.handoff._keys.current()) == 1 for pod in pods)
+
+
+LIVES: dict[str, tuple[str, ...]] = {
+    "late": (KEY,),
+    "missed the second": (KEY, THIRD),
+    "late with the third": (KEY, NEXT),
+    "saw all": (KEY, NEXT, THIRD),
+    "began with the second": (NEXT,),
+    "began with the second, saw the third": (NEXT, THIRD),
+    "began with the third": (THIRD,),
+}
+"""What a pod has seen of a key that was replaced twice within minutes."""
+APART = {
+    ("late", "began with the second"), ("late", "began with the second, saw the third"), ("late", "began with the third"),
+    ("missed the second", "began with the second"), ("late with the third", "began with the third"),
+    ("began with the second", "began with the third"),
+}  # fmt: skip
+"""Who has no key in common with whom, until a kubelet brings the file of now to the one that has not seen it."""
+
+
+def life(folder: Path, name: str, host: str) -> Pod:
+    keys = LIVES[name]
+    pod = Pod(folder, f"{name}-{host}", keys[0], host=host)
+    for key in keys[1:]:
+        pod.write(key)
+        pod.later()
+    return pod
+
+
+@pytest.mark.parametrize("later_s", [0.0, 0.9 * SPREAD_S, 1.5 * SPREAD_S])
+@pytest.mark.parametrize(("owner", "reader"), list(itertools.product(LIVES, LIVES)))
+def test_whoever_have_a_key_in_common_find_it(tmp_path: Path, owner: str, reader: str, later_s: float):
+    """A reader tried two of its keys: who had seen three, and an owner that knew the middle one alone, moved no KV."""
+    theirs, ours = life(tmp_path, owner, "10.0.1.1"), life(tmp_path, reader, "10.0.1.2")
+    for pod in (theirs, ours):
+        pod.later(later_s)
+    apart = (owner, reader) in APART or (reader, owner) in APART
+    assert apart is set(LIVES[owner]).isdisjoint(LIVES[reader])
+    assert ours.greets(theirs.reply, "10.0.1.1")[0] == ("proof" if apart else "welcome")
+
+
+@pytest.mark.parametrize("every_s", [60.0, 200.0, 350.0])
+def test_a_key_is_over_six_minutes_after_it_was_replaced_however_often_others_are(tmp_path: Path, every_s: float):
+    """Each replacement gave all of before its own time once more: one that leaked was accepted for as long as they went on."""
+    (pod,) = pods_at(tmp_path, "a")
+    leaked = Pod(tmp_path, "leaked", KEY)
+    begun = pod.now
+    for number in range(8):
+        pod.write(f"{number:064}")
+        while (since_s := pod.now - begun) < (number + 1) * every_s:
+            if since_s < 2 * SPREAD_S:
+                assert leaked.greets(pod.reply, "10.0.1.0")[0] == "welcome", since_s
+            elif since_s > 2 * SPREAD_S + 10.0:
+                assert leaked.greets(pod.reply, "10.0.1.0")[0] == "proof", since_s
+            pod.later(10.0)
+
+
+def test_one_that_is_put_back_stays(tmp_path: Path):
+    one, other = pods_at(tmp_path, "a", "b")
+    for key in (NEXT, KEY):
+        one.write(key)
+        one.later(20.0)
+    for _ in range(9):
+        all_later([one, other], SPREAD_S / 3)
+        everybody_greets([one, other])
+    assert one.handoff._keys._used == (KEY.encode(),)
 
 
 def test_a_rotation_in_steps_waits_for_no_clock(tmp_path: Path):

@@ -72,7 +72,7 @@ class Greeter:
             why = "it asks for a proof of the fleet's key, and this worker has none"
             self._plainly(greeting, Refused(call=answer.call, reason="proof", message=why))
         elif isinstance(answer, Challenge) and len(answer.challenge) == CHALLENGE_BYTES:
-            self._prove(greeting, answer.challenge)
+            self._prove(greeting, answer.challenge, self._handoff.signers())
         elif isinstance(answer, KvTransferError):
             greeting.done(answer)
         elif self._handoff.is_strict():
@@ -91,7 +91,8 @@ class Greeter:
 
         self._hello(greeting, PROTOCOL_VERSION, told)
 
-    def _prove(self, greeting: _Greeting, challenge: bytes, *, by_other: bool = False) -> None:
+    def _prove(self, greeting: _Greeting, challenge: bytes, keys: tuple[bytes, ...]) -> None:
+        """By one key after the other, until the owner knows one: all of the same greeting, with its one deadline."""
         pool, compat, peer = self._pool, self._compat, greeting.peer
         said = list[Prove]()
 
@@ -100,12 +101,12 @@ class Greeter:
                 call=call, version=PROVEN_VERSION, compat=compat, block_bytes=pool.block_bytes, block_tokens=pool.block_tokens,
                 challenge=challenge, nonce=b"",
             )  # fmt: skip
-            said.append(self._handoff.proving(bare, peer.host, peer.port, by_other=by_other))
+            said.append(self._handoff.proving(bare, peer.host, peer.port, keys[0]))
             return said[-1]
 
         def ended(answer: Answer | KvTransferError) -> None:
-            if isinstance(answer, Refused) and answer.reason == "proof" and not by_other and self._handoff.has_other():
-                self._prove(greeting, challenge, by_other=True)
+            if isinstance(answer, Refused) and answer.reason == "proof" and keys[1:]:
+                self._prove(greeting, challenge, keys[1:])
             else:
                 self._ended(greeting, answer, said)
 

@@ -105,14 +105,17 @@ class Handoff:
         return msgspec.structs.replace(welcome, proof=proof(key, *welcoming_parts(welcome, greeting)))
 
     # -- as the reader ----------------------------------------------------------------------------------------------
-    def has_other(self) -> bool:
-        """Keys are being changed: an owner may know one, and not the one that signs."""
-        return len(self._keys.current()) > 1
+    def signers(self) -> tuple[bytes, ...]:
+        """The keys to prove oneself by, the likeliest first: the one that signs; while keys are being changed, the others. An
+        owner that has just begun knows the newest alone, one that is late the oldest, one that began between two changes neither.
+        """
+        keys = self._keys.current()
+        return tuple(dict.fromkeys((*keys[:1], *keys[:0:-1])))
 
-    def proving(self, greeting: Prove, host: str, port: int, *, by_other: bool = False) -> Prove:
-        """The greeting of the owner at this address, with its proof. Only with a key. `by_other`: not by the one that signs."""
+    def proving(self, greeting: Prove, host: str, port: int, key: bytes = b"") -> Prove:
+        """The greeting of the owner at this address, with its proof by `key`, one of `signers`; empty: the first."""
         asked = msgspec.structs.replace(greeting, version=PROVEN_VERSION, nonce=os.urandom(NONCE_BYTES), proof=b"")
-        key = self._keys.current()[-1 if by_other else 0]
+        key = key or self._keys.current()[0]
         return msgspec.structs.replace(asked, proof=proof(key, *proving_parts(asked, place(host, port))))
 
     def believes(self, welcome: Welcome, greeting: Prove) -> bool:

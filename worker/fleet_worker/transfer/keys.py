@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
@@ -24,13 +24,14 @@ SPREAD_S: Final = 180.0
 LOG = logging.getLogger("fleet.worker.transfer")
 
 
-def overlapping(before: tuple[bytes, ...], lines: tuple[bytes, ...], since_s: float, spread_s: float) -> tuple[bytes, ...]:
-    """Keys in force so long after `lines` took the place of `before` all at once, as those of a Secret that is deleted and made
-    anew do: the steps of a rotation, by the clock. Nobody signs with the next one before all can have it, and the one before is
-    accepted until nobody signs with it."""
-    if since_s >= 2 * spread_s:
-        return lines
-    both = (*before, *lines) if since_s < spread_s else (*lines, *before)
+def overlapping(
+    before: Mapping[bytes, float], lines: tuple[bytes, ...], replaced_at: float, now: float, spread_s: float
+) -> tuple[bytes, ...]:
+    """Keys in force after `lines` took the place of others all at once at `replaced_at`, as those of a Secret that is deleted and
+    made anew do: the steps of a rotation, by the clock. Nobody signs with the next one before all can have it, and each of those
+    `before` is accepted until its own time is over, however often it is replaced anew."""
+    old = tuple(key for key, until in before.items() if now < until)
+    both = (*old, *lines) if now - replaced_at < spread_s else (*lines, *old)
     return tuple(dict.fromkeys(both))
 
 
@@ -53,8 +54,8 @@ class Keys:
         """What they are derived of."""
         self._lines: tuple[bytes, ...] = ()
         """Of the file."""
-        self._before: tuple[bytes, ...] = ()
-        """Those that were used when lines came of which none was known."""
+        self._before: dict[bytes, float] = {}
+        """Those that were used when lines came of which none was known, and until when each is accepted."""
         self._replaced_at = float("-inf")
         self._looked_at = float("-inf")
         self.since = float("inf")
@@ -70,12 +71,15 @@ class Keys:
             if self._file.keys is not self._lines:
                 self._replace(self._file.keys, now)
                 self.since = min(self.since, float("-inf") if is_first else now)
-            self._use(overlapping(self._before, self._lines, now - self._replaced_at, self._spread_s))
+            self._use(overlapping(self._before, self._lines, self._replaced_at, now, self._spread_s))
         return self._keys
 
     def _replace(self, lines: tuple[bytes, ...], now: float) -> None:
         if self._lines and self._spread_s and not set(lines) & set(self._lines):
-            self._before, self._replaced_at = self._used[: MOST_KEYS - 1], now
+            until = {key: now + 2 * self._spread_s for key in self._lines}
+            kept = [(key, until.get(key, self._before.get(key, now))) for key in self._used]
+            latest = sorted(kept, key=lambda one: -one[1])[: MOST_KEYS - 1]
+            self._before, self._replaced_at = dict(one for one in kept if one in latest), now
             words = (
                 "the key that the fleet's workers share (for %s) was replaced all at once: the one before signs for %.0f s more"
             )

@@ -104,6 +104,8 @@ class Reader:
         self._by_id: dict[int, Pull] = {}
         self._spare: dict[str, bool] = {}
         """Agents that no peer has, the longest so first, and whether each is to be forgotten once nothing is read from it."""
+        self._told: dict[str, bytes] = {}
+        """What NIXL was told of each agent that it knows."""
         self._ids = itertools.count(1)
 
     @property
@@ -219,12 +221,17 @@ class Reader:
         if welcome.block_bytes != self._pool.block_bytes:
             words = f"has blocks of {welcome.block_bytes} bytes, here they are {self._pool.block_bytes}"
             return KvTransferError("layout", f"the prefill worker at {peer.host} {words}")
+        if not self._makes_room(welcome):
+            return KvTransferError(
+                "peer", f"the prefill worker at {peer.host} is another one than those of its name that are read"
+            )
         if self._spare.pop(welcome.engine_id, None) is not None:  # to make it known again would lose the reads in flight
             peer.agent_name, peer.welcome = welcome.engine_id, welcome
             return welcome
         try:
             found = self._agent.add_remote_agent(welcome.agent)
             peer.agent_name = found.decode() if isinstance(found, bytes) else found
+            self._told[peer.agent_name] = welcome.agent
         except Exception as error:
             return KvTransferError("peer", f"NIXL does not take what the prefill worker at {peer.host} says of itself: {error}")
         if peer.agent_name != welcome.engine_id:
@@ -233,6 +240,16 @@ class Reader:
             )
         peer.welcome = welcome
         return welcome
+
+    def _makes_room(self, welcome: Welcome) -> bool:
+        """What NIXL knows by this name is what the welcome says, or is forgotten: who was there without a proof may have called
+        himself as the owner does. False: somebody is still read from by it."""
+        name = welcome.engine_id
+        if name in self._spare and self._told.get(name) != welcome.agent:
+            self._spare[name] = True
+            self._remove_unread()
+            return name not in self._spare
+        return True
 
     def _greeted(self, pull: Pull, peer: Peer, answer: Answer | KvTransferError) -> None:
         if isinstance(answer, KvTransferError):
@@ -434,6 +451,7 @@ class Reader:
         over = len(self._spare) - SPARE_AGENTS
         for name in [name for at, (name, gone) in enumerate(self._spare.items()) if (gone or at < over) and name not in read]:
             del self._spare[name]
+            self._told.pop(name, None)
             with contextlib.suppress(Exception):  # NIXL may have dropped it already when the peer died; forgetting is the goal
                 self._agent.remove_remote_agent(name)
 
