@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlencode
@@ -169,6 +170,7 @@ class KubeHttp:
         configuration.client_session_kwargs = {"trust_env": False, "trace_configs": [trace] if trace is not None else None}
         self.configuration = configuration
         self._limits = limits
+        self._within = aiohttp.ClientTimeout(total=limits.request_s)
         self._clock = clock
         self._refused_at: float | None = None
         """Of the first 401 since an answer to somebody who was known."""
@@ -186,8 +188,7 @@ class KubeHttp:
         decoder: msgspec.json.Decoder[Any] = _ANYTHING,
     ) -> Any:
         """The answer's JSON, as `decoder` reads it; the named errors, never aiohttp's."""
-        timeout = aiohttp.ClientTimeout(total=self._limits.request_s)
-        async with self._answer(method, path, query or {}, body, (content_type, accept), timeout) as answer:
+        async with self._answer(method, path, query or {}, body, (content_type, accept), self._within) as answer:
             return decoded(decoder, await answer.read())
 
     async def lines(self, path: str, query: Mapping[str, str | int]) -> AsyncGenerator[Object, None]:
@@ -212,7 +213,7 @@ class KubeHttp:
         types: tuple[str, str],
         timeout: aiohttp.ClientTimeout,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        url = f"{self.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
+        url = f"{self.configuration.host}{path}" + (f"?{_encoded(tuple(query.items()))}" if query else "")
         headers = {"Content-Type": types[0], "Accept": types[1]}
         self._trust.refresh()
         token = await self.configuration.get_api_key_with_prefix("BearerToken")
@@ -242,6 +243,12 @@ class KubeHttp:
             return CredentialsRefusedError(f"the API server at {host} has refused our credentials for {refused_s:.0f} s: {said}")
         words = f"the API server at {host} refuses our credentials ({said}); after {most_s:g} s of that they are taken for wrong"
         return UnauthorizedError(words)
+
+
+@lru_cache(maxsize=64)
+def _encoded(query: tuple[tuple[str, str | int], ...]) -> str:
+    """Of nearly all requests it is one of a dozen."""
+    return urlencode(query)
 
 
 async def split_lines(chunks: AsyncIterator[bytes], most_bytes: int) -> AsyncIterator[bytes]:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -42,12 +44,8 @@ _PORT_KEYS: Final = (("containerPort", "protocol"), ("port", "protocol"))
 
 
 def clone(value: Any) -> Any:
-    """A deep copy of JSON data; several times faster than copy.deepcopy, and the store copies on every read."""
-    if isinstance(value, dict):
-        return {key: clone(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [clone(item) for item in value]
-    return value
+    """A deep copy of JSON data, made in C: every pod begins as one of its template, and the store copies on every read."""
+    return msgspec.to_builtins(value)
 
 
 def leaves(value: Any, field: str = "") -> Iterable[Path]:

