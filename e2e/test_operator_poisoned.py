@@ -24,7 +24,8 @@ from fleet_api.conditions import rfc3339
 from fleet_operator.cluster.interface import CONFIG_MAP, DEPLOYMENT, POD
 from fleet_operator.names import ROLE
 from fleet_operator.telemetry.scrape import AGENT_PORT, ScrapeTelemetry
-from fleet_planner.types import ROLES, TierTelemetry
+from fleet_planner.roles import ROLES
+from fleet_planner.types import TierTelemetry
 from fleet_wire.endpoints import ENDPOINTS_KEY
 from tests.fleet_operator.world import NAMESPACE, World, manifest
 

@@ -11,7 +11,7 @@ from fleet_operator.compare import contains, satisfied
 from fleet_operator.names import POOL, REVISION, ROLE, TIER
 from fleet_operator.outcome import Outcome
 from fleet_operator.ownership import lonely, name_conflict, owned
-from fleet_planner.types import PodWanted
+from fleet_planner.wanted import PodWanted
 
 MARKS: Final = frozenset({POOL, TIER, ROLE, REVISION})
 """Labels that say what a pod was made from."""

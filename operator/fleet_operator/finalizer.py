@@ -20,7 +20,8 @@ from fleet_operator.ownership import owned
 from fleet_operator.write_through import WriteThrough
 from fleet_planner.ending import Ending, EndingMemory
 from fleet_planner.events import Deed
-from fleet_planner.types import ROLES, Problem
+from fleet_planner.roles import ROLES
+from fleet_planner.types import Problem
 
 ORPHAN = "orphan"
 """Finalizer of `kubectl delete --cascade=orphan`: whoever asks for that wants the workers to stay."""

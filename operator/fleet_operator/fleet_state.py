@@ -16,7 +16,8 @@ from fleet_operator.refusals import Refusals
 from fleet_operator.settled import Settled
 from fleet_planner.astray import doubtful
 from fleet_planner.ending import EndingMemory
-from fleet_planner.types import ClockMemory, FlipReport, Observed, Problem, RestMemory, ScaleMemory, TierTelemetry
+from fleet_planner.memory import ClockMemory, RestMemory, ScaleMemory
+from fleet_planner.types import FlipReport, Observed, Problem, TierTelemetry
 
 SET_LEAST_S = 5.0
 DOUBT_S = 5.0

@@ -16,7 +16,7 @@ from fleet_operator.outcome import Outcome
 from fleet_operator.ownership import lonely, name_conflict, owned
 from fleet_operator.render.gang import pod_group_of, render_pod_group
 from fleet_planner.reconcile import Plan
-from fleet_planner.types import PodWanted
+from fleet_planner.wanted import PodWanted
 
 AGAIN_S: Final = 20.0
 """A PodGroup of a worker that waits is written again this often at most; each pass does it that comes later."""

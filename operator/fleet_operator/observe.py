@@ -30,7 +30,8 @@ from fleet_operator.names import (
 )
 from fleet_operator.pool_sizes import Sizes, written_on
 from fleet_operator.render.worker import GRACE_SLACK_S
-from fleet_planner.types import ROLES, AdapterSeen, FetchPod, ObservedPod, ObservedPool, Role, RouterView
+from fleet_planner.roles import ROLES, Role
+from fleet_planner.types import AdapterSeen, FetchPod, ObservedPod, ObservedPool, RouterView
 from fleet_wire import endpoints
 from fleet_wire.endpoints import ENDPOINTS_KEY
 from fleet_wire.unreadable import UNREADABLE

@@ -22,8 +22,9 @@ from fleet_operator.names import POOL as POOL_LABEL
 from fleet_operator.observe import timestamp
 from fleet_operator.pool_names import named
 from fleet_planner.events import NAME_CONFLICT
+from fleet_planner.roles import ROLES
 from fleet_planner.scale_targets import target_name
-from fleet_planner.types import ROLES, Problem
+from fleet_planner.types import Problem
 
 
 def owned(found: Object, owner: Object) -> bool:

@@ -31,8 +31,9 @@ from fleet_operator.names import GROUP, MANAGED_BY, REVISION, ROLE, TIER
 from fleet_operator.outcome import Outcome, StopError
 from fleet_operator.pool_sizes import written_on
 from fleet_planner.events import ANEW, Deed
+from fleet_planner.roles import ROLES
 from fleet_planner.scale_targets import EVERY_REVISION
-from fleet_planner.types import ROLES, Problem
+from fleet_planner.types import Problem
 
 Live = Mapping[tuple[str, str], Object]
 """(kind, name) → object, of one fleet."""

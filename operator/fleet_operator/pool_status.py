@@ -11,7 +11,8 @@ from fleet_operator.names import GROUP_OF, MEMBER
 from fleet_operator.outcome import Outcome
 from fleet_planner.events import Deed
 from fleet_planner.scale_targets import EVERY_REVISION
-from fleet_planner.types import PodWanted, PoolWanted, Problem
+from fleet_planner.types import Problem
+from fleet_planner.wanted import PodWanted, PoolWanted
 
 FOREGROUND: Final = "foregroundDeletion"
 """The garbage collector's finalizer."""

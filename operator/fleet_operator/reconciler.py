@@ -16,7 +16,7 @@ from fleet_api.conditions import rfc3339, set_condition
 from fleet_api.parse import ManifestError
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.adapters.follow import AdapterFollower
-from fleet_operator.apply import Applier, Live
+from fleet_operator.apply import Applier
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
     CONTROLLER_REVISION,
@@ -57,6 +57,7 @@ from fleet_operator.ownership import without_strangers
 from fleet_operator.picture import Places, picture, pods_of
 from fleet_operator.pod_marks import put_back, rightful
 from fleet_operator.pool_names import as_named
+from fleet_operator.putting import Live
 from fleet_operator.reading import Known, Reader, Sources, Telemetry
 from fleet_operator.recorder import Recorder, cost_of, present_status, ready_of
 from fleet_operator.render.prefetch import fetches_ahead
@@ -68,9 +69,7 @@ from fleet_operator.write_through import WriteThrough
 from fleet_planner.ending import Ended
 from fleet_planner.events import sizing_of
 from fleet_planner.reconcile import Plan, reconcile
-from fleet_planner.types import (
-    Problem,
-)
+from fleet_planner.types import Problem
 
 CHILDREN: tuple[Kind, ...] = (
     POOL,

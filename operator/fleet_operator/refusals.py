@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from fleet_planner.capacity import QUOTA_WORDS
-from fleet_planner.types import PodWanted, Problem
+from fleet_planner.types import Problem
+from fleet_planner.wanted import PodWanted
 
 FIRST_S = 1.0
 MOST_S = 30.0

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from fleet_operator.cluster.interface import POD, Object
 from fleet_operator.names import GROUP_UID, ROLE
 from fleet_operator.observe import workers_told
-from fleet_planner.types import ROLES, PodGone, Problem
+from fleet_planner.roles import ROLES
+from fleet_planner.types import Problem
+from fleet_planner.wanted import PodGone
 
 NAMES_MOST = 3
 

@@ -13,7 +13,7 @@ from fleet_operator.pool_sizes import Sizes, sealed
 from fleet_operator.pool_status import pool_status
 from fleet_planner.reconcile import Plan
 from fleet_planner.scale_targets import target_name
-from fleet_planner.types import PoolWanted
+from fleet_planner.wanted import PoolWanted
 
 Live = Mapping[tuple[str, str], Object]
 """(kind, name) → object, of one fleet."""

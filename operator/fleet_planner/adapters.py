@@ -9,7 +9,8 @@ from dataclasses import replace
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.model import AdapterSpec, HubSource, located
 from fleet_api.v1alpha1.status import AdapterStatus
-from fleet_planner.types import AdapterSeen, ObservedPod, Target, Verdict
+from fleet_planner.types import AdapterSeen, ObservedPod, Verdict
+from fleet_planner.wanted import Target
 
 Seen = Mapping[str, Sequence[AdapterSeen]]
 """By pod uid; a worker that has said nothing yet is absent."""

@@ -27,7 +27,9 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FlipStatus
 from fleet_planner.flip import Settled, failures, pauses
 from fleet_planner.replicas import ENDED
-from fleet_planner.types import FlipReport, FlipWanted, Observed, ObservedPod, PodGone, Role
+from fleet_planner.roles import Role
+from fleet_planner.types import FlipReport, Observed, ObservedPod
+from fleet_planner.wanted import FlipWanted, PodGone
 
 SERVING = "Serving"
 """The phase of an agent that works in the role that it says: in any other one it is not ready, and may still change."""

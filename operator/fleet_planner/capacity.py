@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from fleet_api.conditions import rfc3339
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.altered import altered
+from fleet_planner.memory import ScaleMemory
 from fleet_planner.money import Purse, price_of
 from fleet_planner.ratio import Bounds, Pair, bounds_of, grown, largest, smallest
 from fleet_planner.rollout import covers, devices, larger, smaller
-from fleet_planner.types import ObservedPod, ScaleMemory
+from fleet_planner.types import ObservedPod
 
 QUOTA_WORDS = "exceeded quota"
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from fleet_api.conditions import rfc3339
-from fleet_planner.types import ObservedPod, Role, RouterView
+from fleet_planner.roles import Role
+from fleet_planner.types import ObservedPod, RouterView
 
 CAUSES_MOST: Final = 3
 NAMES_MOST: Final = 3

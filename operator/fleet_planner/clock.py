@@ -19,7 +19,8 @@ from fleet_api.conditions import rfc3339
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FlipStatus, HealingStatus, ReplacedStatus, RolloutStatus, TierStatus, ZeroStatus
 from fleet_planner.healed import HealingMemory
-from fleet_planner.types import ClockMemory, Observed, ObservedPod, RestMemory, ScaleMemory
+from fleet_planner.memory import ClockMemory, RestMemory, ScaleMemory
+from fleet_planner.types import Observed, ObservedPod
 
 FUTURE_S = 60.0
 """The clocks of two machines differ by less."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fleet_planner.replicas import Replica
-from fleet_planner.types import ROLES
+from fleet_planner.roles import ROLES
 
 CRASHES_LEAST = 3
 """Fewer, in a day, may be chance. The kubelet starts a container anew at once, after 10 s, after 20 s and so on."""

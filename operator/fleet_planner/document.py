@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Final
 
 from fleet_api.v1alpha1 import InferenceFleet
+from fleet_planner.roles import ROLES
 from fleet_planner.scale_targets import target_name
-from fleet_planner.types import ROLES
 
 MOST_BYTES: Final = 1_048_576
 """All values of a ConfigMap together, as the API server counts them."""

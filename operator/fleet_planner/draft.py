@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from fleet_planner.flip import Draft, Terms, choose, other, waiting
 from fleet_planner.ratio import Pair
 from fleet_planner.replicas import Replica, plan_replicas
+from fleet_planner.roles import ROLES, Role
 from fleet_planner.rollout import Group
-from fleet_planner.types import ROLES, FlipWanted, PodWanted, PoolWanted, Role
+from fleet_planner.wanted import FlipWanted, PodWanted, PoolWanted
 
 Replicas = Mapping[str, Sequence[Replica]]
 """By revision."""

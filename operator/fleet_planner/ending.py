@@ -23,9 +23,12 @@ from fleet_planner.clock import FUTURE_S
 from fleet_planner.events import DELETING, DELETION_LATE
 from fleet_planner.flip import known_as
 from fleet_planner.gang import workers_of
+from fleet_planner.memory import ClockMemory
 from fleet_planner.replicas import ENDED, Replica
 from fleet_planner.revisions import target_of
-from fleet_planner.types import ROLES, ClockMemory, Observed, PodGone, Role, Target, Verdict
+from fleet_planner.roles import ROLES, Role
+from fleet_planner.types import Observed, Verdict
+from fleet_planner.wanted import PodGone, Target
 
 SETTLE_S = 3.0
 """Routers follow their document within a second, and what they had sent by then has arrived."""

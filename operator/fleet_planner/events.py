@@ -14,7 +14,8 @@ from typing import Final, Literal
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import Condition, FleetStatus, TierStatus
 from fleet_planner.capacity import QUOTA_WORDS
-from fleet_planner.types import ROLES, Problem
+from fleet_planner.roles import ROLES
+from fleet_planner.types import Problem
 
 NOTE_MOST_BYTES = 1_000
 """events.k8s.io/v1 refuses notes of more than 1 kB."""

@@ -26,18 +26,9 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FlipStatus
 from fleet_planner.ratio import Pair, largest
 from fleet_planner.replicas import ENDED, Replica
-from fleet_planner.types import (
-    ROLES,
-    FlipReport,
-    FlipWanted,
-    Observed,
-    ObservedPod,
-    PodGone,
-    PodWanted,
-    Role,
-    RoleLoad,
-    TierTelemetry,
-)
+from fleet_planner.roles import ROLES, Role
+from fleet_planner.types import FlipReport, Observed, ObservedPod, RoleLoad, TierTelemetry
+from fleet_planner.wanted import FlipWanted, PodGone, PodWanted
 
 NOTICE_S = 2.0
 """How long a worker waits so that every router has heard of it (the agent's NOTICE_S)."""

@@ -17,8 +17,11 @@ from types import MappingProxyType
 
 from fleet_api.conditions import rfc3339
 from fleet_planner.flip import on_its_way
+from fleet_planner.memory import GangHold, GangMemory
 from fleet_planner.replicas import Replica, replicas_of
-from fleet_planner.types import GangHold, GangMemory, Observed, ObservedPod, PodGone, Role
+from fleet_planner.roles import Role
+from fleet_planner.types import Observed, ObservedPod
+from fleet_planner.wanted import PodGone
 
 SETTLE_S = 15.0
 """After a worker over several nodes was deleted: as long the scheduler has to give its nodes to others."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from fleet_api.v1alpha1.status import ReplacedStatus
+from fleet_planner.roles import Role
 
-Asked = tuple[tuple[Literal["prefill", "decode"], float, int, float], ...]
+Asked = tuple[tuple[Role, float, int, float], ...]
 """(role, when, how many workers, for how many seconds that stands): with scaling.mode external, what somebody asked for each role
 last. It may be lost: then the newest wish alone counts."""
 

@@ -28,7 +28,8 @@ from fleet_planner.replicas import Replica
 from fleet_planner.rollout import Group, Limits
 from fleet_planner.scale import is_fresh
 from fleet_planner.serving import serves_without
-from fleet_planner.types import Observed, PodGone, TierTelemetry, Verdict
+from fleet_planner.types import Observed, TierTelemetry, Verdict
+from fleet_planner.wanted import PodGone
 from fleet_planner.zero import rolls
 
 WINDOW_S = 3_600.0

@@ -15,7 +15,8 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.document import workers_most
 from fleet_planner.replicas import Replica
-from fleet_planner.types import ROLES, Observed, Template
+from fleet_planner.roles import ROLES
+from fleet_planner.types import Observed, Template
 
 Money = Fraction
 FREE = Fraction(0)

@@ -20,7 +20,9 @@ from fleet_planner.money import left_over, price_of, purse_of
 from fleet_planner.ratio import Pair
 from fleet_planner.replicas import Replica, first_to_go
 from fleet_planner.revisions import target_of
-from fleet_planner.types import ROLES, Observed, PodGone, Target
+from fleet_planner.roles import ROLES
+from fleet_planner.types import Observed
+from fleet_planner.wanted import PodGone, Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,18 +17,9 @@ from fleet_api.v1alpha1.model import HubSource, ModelSpec, PrefetchSpec
 from fleet_api.v1alpha1.podtemplate import Toleration
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.replicas import Replica
-from fleet_planner.types import (
-    ROLES,
-    FetchPod,
-    FetchWanted,
-    Observed,
-    ObservedNode,
-    PodGone,
-    PodWanted,
-    Role,
-    Template,
-    Verdict,
-)
+from fleet_planner.roles import ROLES, Role
+from fleet_planner.types import FetchPod, FetchWanted, Observed, ObservedNode, Template, Verdict
+from fleet_planner.wanted import PodGone, PodWanted
 
 RETRY_S = 120.0
 """A node that could not fetch tries again after this long; so does one whose pod found no place."""

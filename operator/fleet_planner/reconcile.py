@@ -18,6 +18,7 @@ from fleet_planner.clock import steady
 from fleet_planner.ending import Ended, Ending, plan_ending
 from fleet_planner.gang import settled, workers_of
 from fleet_planner.healing import UNHURT, Healing, marked, plan_healing
+from fleet_planner.memory import ClockMemory, RestMemory, ScaleMemory
 from fleet_planner.money import Purse, devices_of, left_over, price_of, purse_of
 from fleet_planner.orphans import TierNow, plan_orphans, serving_on
 from fleet_planner.prefetch import Prefetch, held_back, plan_prefetch, reached, repairs
@@ -28,22 +29,8 @@ from fleet_planner.scale import ScaleDecision
 from fleet_planner.scale_targets import plan_targets
 from fleet_planner.sizing import current_size, fit, scaled_by_others, size_tier
 from fleet_planner.status import TierView, plan_status
-from fleet_planner.types import (
-    ClockMemory,
-    FetchWanted,
-    FlipWanted,
-    Observed,
-    ObservedPool,
-    PodGone,
-    PodWanted,
-    PoolWanted,
-    Relabel,
-    RestMemory,
-    ScaleMemory,
-    Split,
-    Target,
-    ZeroTier,
-)
+from fleet_planner.types import FetchWanted, Observed, ObservedPool
+from fleet_planner.wanted import FlipWanted, PodGone, PodWanted, PoolWanted, Relabel, Split, Target, ZeroTier
 from fleet_planner.zero import NOTHING, Rest, plan_rest
 
 

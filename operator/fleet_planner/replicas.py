@@ -7,7 +7,9 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from fleet_planner.types import ObservedPod, PodGone, PodWanted, PoolWanted, Role
+from fleet_planner.roles import Role
+from fleet_planner.types import ObservedPod
+from fleet_planner.wanted import PodGone, PodWanted, PoolWanted
 
 ENDED = ("Succeeded", "Failed")
 

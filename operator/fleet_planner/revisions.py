@@ -31,30 +31,14 @@ from fleet_planner.flip import (
 )
 from fleet_planner.gang import GivenBack, give_back
 from fleet_planner.healing import gone_first, is_healing
+from fleet_planner.memory import GangMemory, ScaleMemory
 from fleet_planner.ratio import Pair
 from fleet_planner.replicas import ENDED, Replica, replicas_of
+from fleet_planner.roles import ROLES, Role
 from fleet_planner.rollout import Group, Limits, Step, hold_step, plan_step, why_stuck
 from fleet_planner.serving import choose_serving, could_serve, still_needed
-from fleet_planner.types import (
-    ROLES,
-    FlipWanted,
-    GangMemory,
-    Observed,
-    ObservedPod,
-    ObservedPool,
-    PodGone,
-    PodWanted,
-    PoolWanted,
-    Problem,
-    Relabel,
-    Role,
-    ScaleMemory,
-    Split,
-    Target,
-    TargetState,
-    Template,
-    TierTelemetry,
-)
+from fleet_planner.types import Observed, ObservedPod, ObservedPool, Problem, Template, TierTelemetry
+from fleet_planner.wanted import FlipWanted, PodGone, PodWanted, PoolWanted, Relabel, Split, Target, TargetState
 
 ABSENT_S = 120.0
 """A decode worker that is not ready is told as absent for so long: twice as long as any router lets a request wait for it."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from fleet_api.v1alpha1.routing import ScalingSpec, SloSpec
 from fleet_api.v1alpha1.tier import TierSpec
+from fleet_planner.memory import ScaleMemory
 from fleet_planner.ratio import bounds_of, project
-from fleet_planner.types import RoleLoad, ScaleMemory, TierTelemetry
+from fleet_planner.types import RoleLoad, TierTelemetry
 
 MEMORY_ENTRIES = 512
 """Wants that are remembered apart in one window: of those nearer together the largest counts, so that no number of passes, and no

@@ -21,7 +21,9 @@ from collections.abc import Mapping
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_planner.healed import Asked
 from fleet_planner.ratio import Pair
-from fleet_planner.types import ROLES, Observed, PoolWanted, Role
+from fleet_planner.roles import ROLES, Role
+from fleet_planner.types import Observed
+from fleet_planner.wanted import PoolWanted
 
 STANDS_S = 120.0
 """Autoscalers ask every 15 to 30 s for what they do not have. Two that ask for what the ratio does not allow together each took

@@ -11,13 +11,15 @@ from fleet_planner.altered import altered
 from fleet_planner.capacity import fit_budget, fit_cluster, refusals
 from fleet_planner.gang import as_pods
 from fleet_planner.healed import Asked
+from fleet_planner.memory import ScaleMemory
 from fleet_planner.money import Purse
 from fleet_planner.ratio import Bounds, Pair, bounds_of, project
 from fleet_planner.replicas import Replica
+from fleet_planner.roles import ROLES, Role
 from fleet_planner.rollout import Limits, larger, next_step, smaller
 from fleet_planner.scale import ScaleDecision, ScaleInputs, want
 from fleet_planner.scale_targets import asked_again, asked_of_targets, dispute_words, disputed, standing
-from fleet_planner.types import ROLES, Observed, ObservedPool, Role, ScaleMemory
+from fleet_planner.types import Observed, ObservedPool
 from fleet_planner.zero import rolls
 
 

@@ -25,9 +25,10 @@ from fleet_planner.peerkey import peer_key, pending
 from fleet_planner.ratio import bounds_of, project, within
 from fleet_planner.replicas import Replica
 from fleet_planner.revisions import TierPlan
+from fleet_planner.roles import ROLES, Role
 from fleet_planner.scale import ScaleDecision, unusable
 from fleet_planner.scale_targets import dispute_words
-from fleet_planner.types import ROLES, Observed, ObservedPod, Role, Verdict
+from fleet_planner.types import Observed, ObservedPod, Verdict
 
 MAX_CAUSES = 3
 FAILING_RESTARTS = 1

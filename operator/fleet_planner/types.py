@@ -1,4 +1,4 @@
-"""What the planner sees and what it answers. Frozen data only; every time is a UNIX timestamp in seconds passed in."""
+"""What the planner sees. Frozen data only; every time is a UNIX timestamp in seconds passed in."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fleet_api.v1alpha1.status import FlipStatus, ZeroStatus
-from fleet_planner.healed import NOTHING_HEALED, Asked, HealingMemory
+from fleet_planner.memory import CLOCK_UNSET, NEVER_RESTED, ClockMemory, RestMemory, ScaleMemory
+from fleet_planner.roles import Role
 
-Role = Literal["prefill", "decode"]
 Verdict = tuple[Literal["True", "False", "Unknown"], str, str]  # status, reason and message of a condition
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,79 +259,6 @@ class RouterView:
 
 
 @dataclass(frozen=True, slots=True)
-class GangHold:
-    """Of this role and revision there are no more than `most` workers until then: one gave its nodes back."""
-
-    role: Role
-    revision: str
-    most: int
-    until: float
-    words: str
-
-
-@dataclass(frozen=True, slots=True)
-class GangMemory:
-    """What workers over several nodes leave behind."""
-
-    holds: tuple[GangHold, ...] = ()
-    settle_until: float = 0.0
-    """Their nodes change hands: until then nobody is told that there is none for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleMemory:
-    """What scaling must remember between passes: recent wants, for stabilisation. Kept by the shell, passed in and out."""
-
-    wants: tuple[tuple[float, int, int], ...] = ()
-    """(time, prefill, decode), oldest first, bounded by the window."""
-    cap: tuple[int, int] | None = None
-    """What the cluster could hold when it last refused more; None: nothing was refused."""
-    cap_until: float = 0.0
-    cap_reason: str = ""
-    placed: tuple[int, int] | None = None
-    """Most workers that had a node at once since the tier last had one revision; None: not known."""
-    gated: tuple[tuple[str, float], ...] = ()
-    """(uid, when it was last seen in a queue) of pods that Kueue held: only since then can a node have been looked for."""
-    flip: FlipStatus | None = None
-    """The last role flip that failed: the status that says so may be read late."""
-    reached: tuple[int, int] = (0, 0)
-    """Workers that were there at once, up to the present size: making one of so many again is a repair, more is growth."""
-    gangs: GangMemory = GangMemory()
-    room_at: float = 0.0
-    """When a worker of a tier that left the spec last made room for others."""
-    lacking: tuple[str, float] | None = None
-    """(key of its model, since when a node lacks it); None: every node has it."""
-    healing: HealingMemory = NOTHING_HEALED
-    asked: Asked = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ClockMemory:
-    """What is remembered of the operator's clock, so that times of before count as if it had never been set."""
-
-    ahead_s: float = 0.0
-    """By how much it was set in all since the operator started."""
-    pods: tuple[tuple[str, float], ...] = ()
-    """(uid, or uid and the time of a role flip; seconds by which its times are moved)."""
-    stamps: tuple[tuple[str, str], ...] = ()
-    """(time as the status has it, time that it counts as)."""
-
-
-@dataclass(frozen=True, slots=True)
-class RestMemory:
-    """What scaling to zero must remember between passes; all of it may be lost: then the fleet counts as just used."""
-
-    used_at: float | None = None
-    """When the fleet was last seen in use."""
-    arrivals: float | None = None
-    """Requests that the routers had counted at the last complete reading."""
-    woke_in_s: float = 0.0
-    """How long the last waking took."""
-    zero: dict[str, ZeroStatus] | None = None
-    """By tier: those without workers and those that wake. None: not known, the fleet's status has it."""
-
-
-@dataclass(frozen=True, slots=True)
 class Template:
     """What a tier's pods are made from, as the renderer hashed it."""
 
@@ -379,8 +304,8 @@ class Observed:
     memory: dict[str, ScaleMemory] = field(default_factory=dict)
     flips: dict[str, FlipReport] = field(default_factory=dict)
     """By uid: workers that are to change their role."""
-    rest: RestMemory = RestMemory()
-    clock: ClockMemory = ClockMemory()
+    rest: RestMemory = NEVER_RESTED
+    clock: ClockMemory = CLOCK_UNSET
     clock_set_s: float = 0.0
     """By how much the operator's clock was set since the last pass."""
     heard: Demand | None = None
@@ -394,107 +319,3 @@ class Observed:
     """What the last apply could not do, in words; empty when all was applied."""
     resolved: dict[str, Any] | None = None  # `fleet.resolved()`, where it is known already
     makes_keys: bool = True  # the operator makes keys for fleets, and may
-
-
-@dataclass(frozen=True, slots=True)
-class PoolWanted:
-    """A WorkerPool that should exist with this size."""
-
-    name: str
-    tier: str
-    role: Role
-    revision: str
-    replicas: int
-    size: int
-    """Workers that the whole role should have, all revisions together."""
-    nodes: int = 1
-    """Pods of one worker."""
-    most: int | None = None
-    """No worker is made beyond so many now, whatever `replicas` says."""
-    wish: int | None = None
-    """What `size` was before it was backed out of; None: it is all of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class PodWanted:
-    """A pod to create."""
-
-    name: str
-    pool: str
-    tier: str
-    role: Role
-    revision: str
-    ordinal: int
-    member: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PodGone:
-    """A pod to delete."""
-
-    name: str
-    uid: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class FlipWanted:
-    """A worker to be told another role; `role` None: to be left in the one that it has."""
-
-    name: str
-    uid: str
-    role: Role | None
-    since: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Relabel:
-    """A worker whose new role is proven: its pod moves to the pool of that role. `again`: it is the pool that it was in."""
-
-    name: str
-    uid: str
-    pool: str
-    tier: str
-    role: Role
-    at: float
-    took_s: float
-    proof: str
-    again: bool = False
-
-
-TargetState = Literal["serving", "held", "draining", "absent"]
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A worker that the router is told of."""
-
-    name: str
-    uid: str
-    address: str
-    role: Role
-    tier: str
-    revision: str
-    compat: str
-    state: TargetState
-    """held: ready, the ratio has no place for it now, what it runs goes on. absent: not ready now; its address may be empty."""
-    adapters: tuple[tuple[str, str], ...] = ()
-    """(name, digest) that it can answer for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """A share of a tier's requests that goes to one revision while it is judged."""
-
-    tier: str
-    revision: str
-    percent: int
-
-
-@dataclass(frozen=True, slots=True)
-class ZeroTier:
-    """A tier of which nothing serves because it is, or was, at zero: routers hold requests for it."""
-
-    tier: str
-    limited: bool = False
-    """It cannot get the workers that it needs at this moment."""

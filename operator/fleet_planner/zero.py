@@ -24,9 +24,11 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import ZeroStatus
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.altered import altered
+from fleet_planner.memory import RestMemory
 from fleet_planner.ratio import Pair
+from fleet_planner.roles import ROLES
 from fleet_planner.scale import is_fresh, unusable
-from fleet_planner.types import ROLES, Demand, Observed, RestMemory
+from fleet_planner.types import Demand, Observed
 
 STAY_MOST_S = 1_800.0
 """A fleet that took longer than this to wake stays for this long."""

@@ -15,7 +15,8 @@ from fleet_api.parse import parse_fleet
 from fleet_operator.cluster.interface import POD
 from fleet_operator.flip.asking import Answer, Ask
 from fleet_operator.flip.follow import FlipFollower
-from fleet_planner.types import FlipReport, Role, TierTelemetry
+from fleet_planner.roles import Role
+from fleet_planner.types import FlipReport, TierTelemetry
 from tests.fleet_operator.test_flips import Worker, Workers, finish, flipping, lead, pods, reply, resize, states
 from tests.fleet_operator.world import NAMESPACE, World, manifest
 from tests.fleet_planner.test_reconcile import pod as observed_pod

@@ -11,7 +11,7 @@ import pytest
 
 from fleet_operator.cluster.interface import FLEET, NODE, POD, POOL, SERVICE, ClusterError, ForbiddenError, Kind, WatchEvent
 from fleet_operator.names import ROLE, TIER
-from fleet_planner.types import ROLES
+from fleet_planner.roles import ROLES
 from tests.fleet_operator.world import NAMESPACE, World, manifest
 
 WAIT_S = 20

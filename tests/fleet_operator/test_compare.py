@@ -15,7 +15,7 @@ from fleet_operator.observe import observe_pods
 from fleet_operator.render.revision import render_revision, template_of
 from fleet_operator.render.worker import render_pod
 from fleet_operator.settings import Platform
-from fleet_planner.types import PodWanted
+from fleet_planner.wanted import PodWanted
 from fleet_worker.config import decode
 
 WISH = {"kind": "X", "metadata": {"name": "a", "labels": {"l": "1"}}, "spec": {"ports": [{"port": 1}], "n": 2}}

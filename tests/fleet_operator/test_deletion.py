@@ -30,7 +30,8 @@ from fleet_operator.finalizer import same_wish
 from fleet_operator.names import ROLE, TIER
 from fleet_operator.reconciler import CHILDREN
 from fleet_operator.territory import CLAIM, Selection, Territory
-from fleet_planner.types import ROLES, RoleLoad, TierTelemetry
+from fleet_planner.roles import ROLES
+from fleet_planner.types import RoleLoad, TierTelemetry
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
 WAIT = {"deletion": {"wait": "10m"}}

@@ -21,7 +21,9 @@ from fleet_planner.document import MOST_BYTES, worker_bytes, workers_most
 from fleet_planner.money import Purse
 from fleet_planner.ratio import bounds_of
 from fleet_planner.reconcile import reconcile
-from fleet_planner.types import ROLES, Observed, Target
+from fleet_planner.roles import ROLES
+from fleet_planner.types import Observed
+from fleet_planner.wanted import Target
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 from tests.fleet_planner.test_reconcile import NOW, carry_out, pod, start
 from tests.fleet_planner.test_reconcile import fleet as planned

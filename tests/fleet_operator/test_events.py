@@ -10,9 +10,9 @@ import pytest
 
 from fleet_api.conditions import ConditionType
 from fleet_api.v1alpha1.status import Condition, FleetStatus, FlipStatus, RoleStatus, TierStatus
-from fleet_operator.apply import Outcome
 from fleet_operator.cluster.interface import EVENT, FLEET, ClusterError, ForbiddenError
 from fleet_operator.cluster.memory import MemoryCluster, MemoryLimits
+from fleet_operator.outcome import Outcome
 from fleet_operator.recorder import CONTROLLER, Recorder
 from fleet_planner.events import NOTE_MOST_BYTES, Deed, Event, Pass, events_of
 from fleet_planner.telling import AGAIN_S, RATE_MOST, RATE_S, Told, admit, news

@@ -30,7 +30,7 @@ from fleet_operator.names import TIER as TIER_LABEL
 from fleet_operator.observe import observe_pods
 from fleet_operator.render.gang import COSCHEDULING_LABEL, pod_group_of
 from fleet_operator.telemetry.scrape import is_running_worker
-from fleet_planner.types import PodWanted
+from fleet_planner.wanted import PodWanted
 from tests.fleet_operator.world import NAMESPACE, Scenario, World, manifest
 
 DRA = {"via": "dra", "dra": {"nic": "mrdma.google.com"}}

@@ -17,7 +17,8 @@ from fleet_api.quantities import parse_ratio
 from fleet_operator.cluster.interface import CONFIG_MAP, EVENT, FLEET, POD, ForbiddenError
 from fleet_operator.names import ROLE
 from fleet_planner.ratio import within
-from fleet_planner.types import ROLES, Demand, KvProof, RoleLoad, TierTelemetry
+from fleet_planner.roles import ROLES
+from fleet_planner.types import Demand, KvProof, RoleLoad, TierTelemetry
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
 TIER = {

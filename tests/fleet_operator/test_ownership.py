@@ -12,7 +12,7 @@ from fleet_operator.cluster.kinds import POD_GROUP_KINDS
 from fleet_operator.names import APPLIED, ROLE
 from fleet_operator.ownership import lost_owners, parted
 from fleet_operator.reconciler import CHILDREN
-from fleet_planner.types import ROLES
+from fleet_planner.roles import ROLES
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
 NOBODYS: dict[str, Any] = {"metadata": {"ownerReferences": None}}

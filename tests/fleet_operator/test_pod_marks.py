@@ -12,7 +12,7 @@ from fleet_operator import names
 from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, POD, ForbiddenError
 from fleet_operator.names import ROLE
 from fleet_operator.pod_marks import rightful
-from fleet_planner.types import ROLES
+from fleet_planner.roles import ROLES
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
 LABELS = [names.TIER, names.ROLE, names.REVISION, names.POOL, names.NAMESPACE]

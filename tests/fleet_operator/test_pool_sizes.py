@@ -10,7 +10,7 @@ import pytest
 from fleet_operator.cluster.interface import POD, POOL
 from fleet_operator.names import APPLIED, PLANNED, ROLE, SIZE, WISH, WRITTEN
 from fleet_operator.pool_sizes import Sizes, sealed, written_on
-from fleet_planner.types import ROLES
+from fleet_planner.roles import ROLES
 from tests.fleet_operator.world import NAMESPACE, World, play
 
 MANUAL: dict[str, Any] = {

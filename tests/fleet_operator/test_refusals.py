@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fleet_operator.refusals import FIRST_S, MOST_S, Refusals
-from fleet_planner.types import PodWanted, Problem
+from fleet_planner.types import Problem
+from fleet_planner.wanted import PodWanted
 
 PODS = frozenset({"a", "b"})
 WAIT_S = 300.0

@@ -20,7 +20,7 @@ from fleet_operator.cluster.interface import (
 )
 from fleet_operator.names import GROUP_UID, ROLE
 from fleet_operator.router_first import kept_words, may_go
-from fleet_planner.types import PodGone
+from fleet_planner.wanted import PodGone
 from fleet_wire import endpoints as wire
 from fleet_wire.endpoints import ENDPOINTS_KEY
 from tests.fleet_operator.world import NAMESPACE, World, manifest

@@ -12,7 +12,7 @@ from fleet_api.parse import parse_fleet
 from fleet_operator.cluster.interface import POD, POOL
 from fleet_operator.names import MEMBER, REVISION, ROLE, SEED_PEERS, TIER
 from fleet_operator.render.seed import seed_peers, seed_settings
-from fleet_planner.types import PodWanted
+from fleet_planner.wanted import PodWanted
 from fleet_worker.agent.seed import parse_peers
 from fleet_worker.config import CONFIG_ENV, SEED_PEERS_ENV, SeedSettings
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play

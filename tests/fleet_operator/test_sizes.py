@@ -11,7 +11,7 @@ import pytest
 from fleet_api.v1alpha1.fleet import RESOLVED_MOST_BYTES
 from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, POD
 from fleet_operator.names import ROLE
-from fleet_planner.types import ROLES
+from fleet_planner.roles import ROLES
 from tests.fleet_operator.world import NAMESPACE, World, manifest
 
 SERVING_MOST_BYTES = 8_192

@@ -17,8 +17,8 @@ from fleet_operator.ownership import name_conflict
 from fleet_operator.reconciler import CHILDREN
 from fleet_operator.render.revision import revision_name
 from fleet_planner.prefetch import fetch_name
+from fleet_planner.roles import ROLES
 from fleet_planner.scale_targets import target_name
-from fleet_planner.types import ROLES
 from tests.fleet_operator.world import NAMESPACE, World, manifest
 
 WORDS = ("a", "router", "workers", "peers", "fetch", "prefill", "decode", "0", "00000000", "deadbeef")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fleet_planner.altered import altered
-from fleet_planner.types import ScaleMemory
+from fleet_planner.memory import ScaleMemory
 
 
 def test_only_what_differs_is_made_anew():

@@ -11,8 +11,11 @@ from fleet_api.conditions import rfc3339
 from fleet_api.v1alpha1.status import FleetStatus, FlipStatus, TierStatus
 from fleet_planner.astray import doubtful
 from fleet_planner.flip import NOTICE_S, PROOF_MOST_S
+from fleet_planner.memory import ScaleMemory
 from fleet_planner.reconcile import Plan, reconcile
-from fleet_planner.types import FlipReport, FlipWanted, Observed, ObservedPod, Role, ScaleMemory, Template, TierTelemetry
+from fleet_planner.roles import Role
+from fleet_planner.types import FlipReport, Observed, ObservedPod, Template, TierTelemetry
+from fleet_planner.wanted import FlipWanted
 from tests.fleet_planner.test_flip import did, seen, wish, workers
 from tests.fleet_planner.test_reconcile import NOW
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from fleet_planner.capacity import fit_budget, fit_cluster, refusals
+from fleet_planner.memory import ScaleMemory
 from fleet_planner.money import Purse
 from fleet_planner.ratio import bounds_of
 from fleet_planner.reconcile import reconcile
-from fleet_planner.types import Observed, ObservedPod, ObservedPool, Problem, Role, ScaleMemory, Template
+from fleet_planner.roles import Role
+from fleet_planner.types import Observed, ObservedPod, ObservedPool, Problem, Template
 from tests.fleet_planner.test_reconcile import NOW, carry_out, fleet, pod, start
 
 TIER = fleet(prefill={"maxReplicas": 4}, decode={"maxReplicas": 8}).spec.tiers[0]

@@ -14,8 +14,9 @@ from fleet_api.v1alpha1.status import FleetStatus, FlipStatus, RolloutStatus, Ti
 from fleet_planner.clock import FUTURE_S, steady
 from fleet_planner.flip import RETRY_S
 from fleet_planner.gang import SPREAD
+from fleet_planner.memory import ClockMemory, ScaleMemory
 from fleet_planner.reconcile import Plan, reconcile
-from fleet_planner.types import ClockMemory, Observed, ObservedPod, ObservedPool, RoleLoad, ScaleMemory, Template, TierTelemetry
+from fleet_planner.types import Observed, ObservedPod, ObservedPool, RoleLoad, Template, TierTelemetry
 from tests.fleet_planner import test_flip, test_prefetch
 from tests.fleet_planner.test_reconcile import fleet, pod
 

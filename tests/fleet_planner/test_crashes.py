@@ -9,7 +9,7 @@ import pytest
 
 from fleet_planner.crashes import crashing
 from fleet_planner.replicas import Replica, replicas_of
-from fleet_planner.types import Role
+from fleet_planner.roles import Role
 from tests.fleet_planner.test_reconcile import pod
 from tests.fleet_planner.test_rollout_plan import NEW, OLD, World
 

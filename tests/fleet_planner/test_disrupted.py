@@ -17,9 +17,10 @@ from fleet_api.quantities import Ratio, parse_ratio
 from fleet_planner.ratio import Pair, within
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.replicas import Replica, replicas_of
+from fleet_planner.roles import Role
 from fleet_planner.rollout import Limits, auto_surge
 from fleet_planner.serving import choose_serving
-from fleet_planner.types import Observed, ObservedPod, ObservedPool, Role, Template
+from fleet_planner.types import Observed, ObservedPod, ObservedPool, Template
 from tests.fleet_planner.test_reconcile import NOW, fleet, pod
 from tests.fleet_planner.test_serving import RATIOS, Model
 

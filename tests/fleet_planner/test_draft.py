@@ -13,8 +13,10 @@ from fleet_planner.draft import scarce_first
 from fleet_planner.ratio import Pair, largest, within
 from fleet_planner.reconcile import reconcile
 from fleet_planner.replicas import plan_replicas, replicas_of
+from fleet_planner.roles import Role
 from fleet_planner.rollout import Group
-from fleet_planner.types import PodWanted, PoolWanted, Role, Template
+from fleet_planner.types import Template
+from fleet_planner.wanted import PodWanted, PoolWanted
 from tests.fleet_planner.test_reconcile import NOW, carry_out, fleet, pod, start
 from tests.fleet_planner.test_rollout import RATIOS
 

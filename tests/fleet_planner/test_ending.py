@@ -15,7 +15,8 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_planner.ending import SETTLE_S, Ending, EndingMemory
 from fleet_planner.events import Pass, events_of
 from fleet_planner.reconcile import Plan, reconcile
-from fleet_planner.types import Demand, Observed, ObservedPod, Problem, Target, Template, TierTelemetry
+from fleet_planner.types import Demand, Observed, ObservedPod, Problem, Template, TierTelemetry
+from fleet_planner.wanted import Target
 from tests.fleet_planner.test_reconcile import pod
 
 DELETED = 10_000.0

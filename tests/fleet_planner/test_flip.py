@@ -11,7 +11,9 @@ from fleet_api.v1alpha1.status import FleetStatus, FlipStatus, TierStatus
 from fleet_planner.flip import ANEW_MOST_S, COLD_START_S, NOTICE_S, RETRY_S, cold_start_s, flip_s, remember
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.replicas import Replica
-from fleet_planner.types import FlipReport, FlipWanted, Observed, ObservedPod, Role, RoleLoad, Template, TierTelemetry
+from fleet_planner.roles import Role
+from fleet_planner.types import FlipReport, Observed, ObservedPod, RoleLoad, Template, TierTelemetry
+from fleet_planner.wanted import FlipWanted
 from tests.fleet_planner.test_reconcile import NOW, carry_out, fleet, pod, start
 
 RATIO = {"prefill": 1, "decode": 3, "min": "1:3", "max": "1:1"}

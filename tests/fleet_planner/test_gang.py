@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from fleet_api.v1alpha1.fleet import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_planner.gang import SETTLE_S, SPREAD, as_pods, give_back, settled
+from fleet_planner.memory import GangMemory
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.replicas import Replica, plan_replicas, replicas_of
-from fleet_planner.types import GangMemory, Observed, ObservedPod, ObservedPool, PodGone, PoolWanted, Role, RouterView
+from fleet_planner.roles import Role
+from fleet_planner.types import Observed, ObservedPod, ObservedPool, RouterView
+from fleet_planner.wanted import PodGone, PoolWanted
 from tests.fleet_planner.test_reconcile import NOW, fleet, pod, start
 from tests.fleet_planner.test_serving import EVENTS, RATIOS, Model, play
 

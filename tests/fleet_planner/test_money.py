@@ -18,7 +18,8 @@ from fleet_planner.capacity import fit_budget, least_devices
 from fleet_planner.money import Purse, exact, said
 from fleet_planner.ratio import bounds_of
 from fleet_planner.reconcile import Plan, reconcile
-from fleet_planner.types import Observed, Role, Template
+from fleet_planner.roles import Role
+from fleet_planner.types import Observed, Template
 from tests.fleet_planner.test_reconcile import NOW, carry_out, pod
 
 REVISION = "aaaaaaaa"

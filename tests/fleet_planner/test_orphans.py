@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet_api.parse import parse_fleet
+from fleet_planner.memory import ScaleMemory
 from fleet_planner.orphans import TierNow, plan_orphans
 from fleet_planner.reconcile import Plan, reconcile
-from fleet_planner.types import ROLES, Observed, ObservedPod, Problem, Role, RoleLoad, ScaleMemory, Template, TierTelemetry
+from fleet_planner.roles import ROLES, Role
+from fleet_planner.types import Observed, ObservedPod, Problem, RoleLoad, Template, TierTelemetry
 from tests.fleet_planner.test_capacity_passes import NEW, OLD, STEP_S, WAIT_S, Nodes, of
 from tests.fleet_planner.test_reconcile import carry_out, pod
 

@@ -13,9 +13,10 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.podtemplate import Toleration
 from fleet_api.v1alpha1.routing import ToZeroSpec
 from fleet_api.v1alpha1.status import Condition, FleetStatus, RoleStatus, RolloutStatus, TierStatus, ZeroStatus
+from fleet_planner.memory import ScaleMemory
 from fleet_planner.prefetch import RETRY_S, fetch_name, held_back, model_keys, plan_prefetch, suits, tolerated
 from fleet_planner.reconcile import reconcile
-from fleet_planner.types import Demand, FetchPod, Observed, ObservedNode, ObservedPod, ObservedPool, ScaleMemory, Template
+from fleet_planner.types import Demand, FetchPod, Observed, ObservedNode, ObservedPod, ObservedPool, Template
 from tests.fleet_planner.test_adapters import pod
 
 GPU = "nvidia.com/gpu"

@@ -12,17 +12,9 @@ from hypothesis import strategies as st
 from fleet_api.parse import parse_fleet
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.replicas import plan_replicas, replicas_of
-from fleet_planner.types import (
-    Observed,
-    ObservedPod,
-    ObservedPool,
-    PoolWanted,
-    Role,
-    RoleLoad,
-    RouterView,
-    Template,
-    TierTelemetry,
-)
+from fleet_planner.roles import Role
+from fleet_planner.types import Observed, ObservedPod, ObservedPool, RoleLoad, RouterView, Template, TierTelemetry
+from fleet_planner.wanted import PoolWanted
 
 NOW = 1_000.0
 

@@ -10,8 +10,8 @@ import pytest
 from fleet_api.quantities import Ratio
 from fleet_planner.ratio import Pair, within
 from fleet_planner.reconcile import Plan
+from fleet_planner.roles import ROLES
 from fleet_planner.rollout import auto_surge, covers, devices
-from fleet_planner.types import ROLES
 from tests.fleet_planner.test_capacity_passes import NEW, OLD, STEP_S, Nodes, of
 from tests.fleet_planner.test_reconcile import counts
 from tests.fleet_planner.test_rollout import FIXED, NARROW, PREFILL_HEAVY, WIDE, rollouts, run

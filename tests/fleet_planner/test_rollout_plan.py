@@ -9,8 +9,9 @@ import pytest
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_planner.reconcile import Plan, reconcile
+from fleet_planner.roles import Role
 from fleet_planner.rollout import Group, Limits, hold_step
-from fleet_planner.types import Observed, Problem, RevisionLoad, Role, Template, TierTelemetry
+from fleet_planner.types import Observed, Problem, RevisionLoad, Template, TierTelemetry
 from tests.fleet_planner.test_reconcile import NOW, carry_out, counts, fleet, start
 from tests.fleet_planner.test_rollout import WIDE
 

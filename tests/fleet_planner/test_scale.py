@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from fleet_api.v1alpha1.routing import LatencySpec, ScalingSpec, SloSpec
 from fleet_api.v1alpha1.tier import AcceleratorSpec, RoleSpec, TierSpec
+from fleet_planner.memory import ScaleMemory
 from fleet_planner.ratio import bounds_of
 from fleet_planner.scale import ScaleInputs, is_fresh, want
-from fleet_planner.types import RoleLoad, ScaleMemory, TierTelemetry
+from fleet_planner.types import RoleLoad, TierTelemetry
 
 TIER = TierSpec(name="t", accelerator=AcceleratorSpec(type="cpu"), decode=RoleSpec(warm=1))
 SLO = SloSpec(ttft=LatencySpec(p99="1s"), itl=LatencySpec(p99="50ms"))

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 
 from fleet_api.v1alpha1.routing import ScalingSpec, SloSpec
 from fleet_api.v1alpha1.tier import AcceleratorSpec, RoleSpec, TierSpec
+from fleet_planner.memory import ScaleMemory
 from fleet_planner.ratio import Pair, bounds_of
 from fleet_planner.scale import ScaleInputs, want
-from fleet_planner.types import RoleLoad, ScaleMemory, TierTelemetry
+from fleet_planner.types import RoleLoad, TierTelemetry
 
 TIER = TierSpec(
     name="t", accelerator=AcceleratorSpec(type="cpu"), prefill=RoleSpec(max_replicas=8), decode=RoleSpec(max_replicas=8)

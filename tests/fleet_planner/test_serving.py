@@ -15,8 +15,9 @@ from fleet_planner.flip import on_its_way
 from fleet_planner.ratio import within
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.replicas import Replica, replicas_of
+from fleet_planner.roles import Role
 from fleet_planner.serving import choose_serving, could_serve, still_needed
-from fleet_planner.types import FlipReport, Observed, ObservedPod, ObservedPool, Role, RouterView, Template
+from fleet_planner.types import FlipReport, Observed, ObservedPod, ObservedPool, RouterView, Template
 from tests.fleet_planner.test_reconcile import NOW, fleet, pod, start
 
 LOW, HIGH = parse_ratio("1:4"), parse_ratio("1:1")

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from fleet_planner.gang import workers_of
+from fleet_planner.memory import ScaleMemory
 from fleet_planner.money import Purse
 from fleet_planner.ratio import bounds_of
+from fleet_planner.roles import Role
 from fleet_planner.scale import ScaleDecision
 from fleet_planner.sizing import current_size, fit, scaled_by_others, size_tier, wished_size
-from fleet_planner.types import Observed, ObservedPod, ObservedPool, Role, RoleLoad, ScaleMemory, TierTelemetry
+from fleet_planner.types import Observed, ObservedPod, ObservedPool, RoleLoad, TierTelemetry
 from tests.fleet_planner.test_reconcile import NOW, fleet, pod, start
 
 OLD, NEW = "aaaaaaaa", "bbbbbbbb"

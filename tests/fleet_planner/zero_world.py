@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fleet_api.parse import parse_fleet
+from fleet_planner.memory import RestMemory
 from fleet_planner.reconcile import Plan, reconcile
-from fleet_planner.types import Demand, Observed, ObservedPod, ObservedPool, RestMemory, RoleLoad, RouterView, Template
+from fleet_planner.types import Demand, Observed, ObservedPod, ObservedPool, RoleLoad, RouterView, Template
 from fleet_planner.types import TierTelemetry as Telemetry
 
 NOW = 1_000_000.0

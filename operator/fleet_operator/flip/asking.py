@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import httpx
 import msgspec
 
-from fleet_planner.types import Role
+from fleet_planner.roles import Role
 from fleet_wire.unreadable import UNREADABLE
 
 MAX_BYTES = 4 * 1024 * 1024

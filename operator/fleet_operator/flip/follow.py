@@ -19,7 +19,8 @@ from fleet_operator.flip.proof import OUTPUT_TOKENS, PROMPT_TOKENS, Canary, Verd
 from fleet_operator.older import served_name
 from fleet_operator.render.network import port_of
 from fleet_planner.flip import other
-from fleet_planner.types import FlipReport, ObservedPod, Role
+from fleet_planner.roles import Role
+from fleet_planner.types import FlipReport, ObservedPod
 from fleet_worker.config import Ports
 
 DEFAULT_PORTS = {"agent": Ports().agent, "http": Ports().http}

@@ -7,7 +7,7 @@ from fleet_api.conditions import rfc3339
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import FLIP, FLIP_SINCE, FLIPPED_AT, POOL, RIGHTED_AT, ROLE, owner_reference
 from fleet_planner.flip import other
-from fleet_planner.types import FlipWanted, Relabel
+from fleet_planner.wanted import FlipWanted, Relabel
 
 
 def told(flip: FlipWanted) -> Object:

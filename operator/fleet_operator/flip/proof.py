@@ -19,7 +19,7 @@ from typing import Any
 from fleet_operator.flip.asking import Answer, Ask
 from fleet_operator.telemetry.aggregate import TRANSFERS
 from fleet_operator.telemetry.parse import parse_text, total
-from fleet_planner.types import Role
+from fleet_planner.roles import Role
 
 ATTEMPTS = 3
 OUTPUT_TOKENS = 8

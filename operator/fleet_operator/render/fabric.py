@@ -9,7 +9,7 @@ from fleet_api.v1alpha1.tier import Role, TierSpec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import POOL, REVISION, ROLE, TIER, labels, owner_reference, pool_name
 from fleet_operator.render.network import UCX_TCP_PORTS
-from fleet_planner.types import PodWanted
+from fleet_planner.wanted import PodWanted
 from fleet_worker.config import ucx_transports
 
 NETWORKS: Final = "k8s.v1.cni.cncf.io/networks"

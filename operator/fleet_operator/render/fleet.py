@@ -32,7 +32,7 @@ from fleet_operator.render.template import security
 from fleet_operator.render.worker import HUNG_GRACE_S, drain_timeout_s
 from fleet_operator.settings import Platform
 from fleet_planner.reconcile import Plan
-from fleet_planner.types import PoolWanted, Target
+from fleet_planner.wanted import PoolWanted, Target
 from fleet_router import config as router_config
 from fleet_router.config import (
     TTFT_BUDGET_S,

@@ -30,7 +30,7 @@ from fleet_operator.names import (
 )  # fmt: skip
 from fleet_operator.render.network import PORTS
 from fleet_operator.render.placement import PREFERRED, REQUIRED, WEIGHT
-from fleet_planner.types import PodWanted
+from fleet_planner.wanted import PodWanted
 from fleet_worker.config import GROUP_SIZE_ENV, GROUP_UID_ENV, LEADER_ENV, MEMBER_ENV
 
 QUEUE: Final = "kueue.x-k8s.io/queue-name"

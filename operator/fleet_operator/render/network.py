@@ -13,7 +13,7 @@ from fleet_api.v1alpha1.tier import Role
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import FLEET, ROLE, ROUTER_ROLE, labels, owner_reference, policy_name
 from fleet_operator.settings import Platform
-from fleet_planner.types import ROLES
+from fleet_planner.roles import ROLES
 from fleet_worker.config import CONFIG_ENV, Ports
 
 PORTS: Final = Ports()

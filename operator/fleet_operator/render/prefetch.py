@@ -11,7 +11,8 @@ from fleet_operator.names import FETCH, FETCH_NODE, FETCH_ROLE, ROLE, TIER, labe
 from fleet_operator.render.template import rendered, security, tolerations
 from fleet_operator.render.worker import model_volumes, token_env
 from fleet_operator.settings import Platform
-from fleet_planner.types import ROLES, FetchWanted
+from fleet_planner.roles import ROLES
+from fleet_planner.types import FetchWanted
 from fleet_worker.config import FETCH_ENV
 
 REQUESTS: Final = {"cpu": "200m", "memory": "512Mi"}

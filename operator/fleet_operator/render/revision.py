@@ -27,7 +27,8 @@ from fleet_operator.render.peerkey import key_in
 from fleet_operator.render.worker import pod_spec
 from fleet_operator.settings import Platform
 from fleet_planner.peerkey import hands_over, wished
-from fleet_planner.types import ROLES, Template
+from fleet_planner.roles import ROLES
+from fleet_planner.types import Template
 from fleet_worker.config import CONFIG_ENV, decode, encode
 
 RESTARTED_AT: Final = f"{GROUP}/restarted-at"

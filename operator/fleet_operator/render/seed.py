@@ -15,7 +15,7 @@ from fleet_api.v1alpha1.tier import TierSpec
 from fleet_operator.cluster.interface import POD, Object
 from fleet_operator.names import MEMBER, REVISION, ROLE, TIER
 from fleet_operator.render.network import PORTS, port_of
-from fleet_planner.types import PodWanted
+from fleet_planner.wanted import PodWanted
 from fleet_worker.config import MOST_SEED_PEERS, SeedSettings
 
 Live = Mapping[tuple[str, str], Object]

@@ -40,7 +40,9 @@ from fleet_operator.render.template import extend_pod, security
 from fleet_operator.settings import Platform
 from fleet_planner.adapters import wishes
 from fleet_planner.peerkey import hands_over
-from fleet_planner.types import PodWanted, Role, Template
+from fleet_planner.roles import Role
+from fleet_planner.types import Template
+from fleet_planner.wanted import PodWanted
 from fleet_worker.config import (
     ADAPTERS_ENV,
     CONFIG_ENV,

@@ -10,7 +10,8 @@ from fleet_operator.telemetry.kvwatch import KvWatch, watched
 from fleet_operator.telemetry.meter import COUNT_LIMIT, Counts
 from fleet_operator.telemetry.parse import Sample, buckets, quantile, total
 from fleet_planner.flip import other
-from fleet_planner.types import Demand, KvProof, RevisionLoad, Role, RoleLoad, TierTelemetry, TransportSeen
+from fleet_planner.roles import Role
+from fleet_planner.types import Demand, KvProof, RevisionLoad, RoleLoad, TierTelemetry, TransportSeen
 
 TTFT = "fleet_router_ttft_seconds"
 ITL = "fleet_router_itl_seconds"

@@ -24,7 +24,8 @@ from fleet_operator.telemetry.kvwatch import KvWatch
 from fleet_operator.telemetry.meter import KvMeter, metered
 from fleet_operator.telemetry.parse import parse_text
 from fleet_operator.telemetry.reach import FIRST_WAVE, Reach
-from fleet_planner.types import ROLES, KvProof, TierTelemetry
+from fleet_planner.roles import ROLES
+from fleet_planner.types import KvProof, TierTelemetry
 from fleet_worker.config import Ports
 
 TIMEOUT_S = 2.0

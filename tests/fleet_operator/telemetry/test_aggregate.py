@@ -11,7 +11,8 @@ import pytest
 from fleet_operator.telemetry import aggregate
 from fleet_operator.telemetry.aggregate import METRICS, Reading, WorkerReading, tier_telemetry
 from fleet_operator.telemetry.parse import parse_text
-from fleet_planner.types import KvProof, Role
+from fleet_planner.roles import Role
+from fleet_planner.types import KvProof
 
 NOW = 1_000.0
 

@@ -16,7 +16,8 @@ from fleet_operator.telemetry import aggregate as of
 from fleet_operator.telemetry.kvwatch import KvWatch
 from fleet_operator.telemetry.meter import COUNT_LIMIT, KvMeter, metered
 from fleet_operator.telemetry.parse import parse_text
-from fleet_planner.types import ROLES, TierTelemetry
+from fleet_planner.roles import ROLES
+from fleet_planner.types import TierTelemetry
 from tests.fleet_operator.world import NAMESPACE, World, manifest
 
 WORKER = {

@@ -17,7 +17,7 @@ from fleet_operator.webhook.judge import judge_fleet, judge_scale, mark_fleet
 from fleet_operator.webhook.manifests import configurations, main
 from fleet_operator.webhook.review import Request, ReviewError, Verdict, parse_review, render_review
 from fleet_planner.scale_targets import EVERY_REVISION
-from fleet_planner.types import PoolWanted
+from fleet_planner.wanted import PoolWanted
 
 
 def fleet(annotations: dict[str, str] | None = None, **spec: Any) -> dict[str, Any]:
