@@ -44,8 +44,8 @@ class Ask:
 
     @property
     def size_bytes(self) -> int:
-        """Roughly what keeping it costs: its values and the prompt."""
-        return sum(memoryview(value).nbytes for value in self.fields.values()) + len(self.prompt)
+        """Roughly what keeping it costs: its values, the prompt, and the head that stands before a long body."""
+        return self.begins + sum(memoryview(value).nbytes for value in self.fields.values()) + len(self.prompt)
 
     def put_together(self) -> Ask:
         """The same, whose body is made of its fields."""

@@ -104,6 +104,18 @@ def test_fields_are_added_to_a_body_that_stands_behind_its_head(chat: bool, end:
     assert json.loads(decode_body(more, b'{"of":1}')) == {**json.loads(body), "priority": 5, "kv_transfer_params": {"of": 1}}
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_who_waits_with_a_long_head_is_counted_with_it(chat: bool):
+    """The head is kept as long as the body behind it: a queue of such requests would hold more than it may."""
+    body, head = (said if chat else asked)(LONG), b"x-note: " + b"v" * 8_000
+    ask = parse_body(head + body, chat, CONFIG, len(head))
+    assert ask.original is not None
+    assert ask.size_bytes == len(head) + parse_body(body, chat, CONFIG).size_bytes
+    assert ask.size_bytes > 0.95 * (len(ask.original) + len(ask.prompt))
+    more = with_fields(ask.copy(), {"priority": msgspec.Raw(b"5")}, b',"priority":5}')
+    assert more.size_bytes == ask.size_bytes + 1
+
+
 def test_what_is_added_to_one_is_in_no_other():
     """Nor is anything of its prompt kept."""
     first = parse_body(asked(LONG), False, CONFIG)
