@@ -18,7 +18,9 @@ from fleet_router.longtext import INSTEAD
 
 SHAPES_MOST: Final = 256
 REST_MOST_BYTES: Final = 1_024
-"""Of what is remembered: a quarter of a MB at most, and as much again for its fields."""
+"""Of what is remembered: a quarter of a MB at most."""
+FIELDS_MOST: Final = 32
+"""Each takes some 100 bytes beside its own: a MB at most. 150 short ones fit into REST_MOST_BYTES."""
 
 
 class Shape:
@@ -56,7 +58,7 @@ class Shapes:
 
     def learn(self, rest: bytes, chat: bool, shape: Shape) -> None:
         """It was parsed and checked, and is sent on as it came."""
-        if len(rest) > REST_MOST_BYTES:
+        if len(rest) > REST_MOST_BYTES or len(shape.fields) > FIELDS_MOST:
             return
         if len(self._known) >= SHAPES_MOST:
             self._known.clear()

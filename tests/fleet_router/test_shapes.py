@@ -17,7 +17,7 @@ from fleet_router.errors import RequestError
 from fleet_router.inbound import Inbound
 from fleet_router.outbox import Outbox
 from fleet_router.request import decode_body, parse_body, with_fields
-from fleet_router.shapes import REST_MOST_BYTES, SHAPES_MOST, Shapes
+from fleet_router.shapes import FIELDS_MOST, REST_MOST_BYTES, SHAPES_MOST, Shapes
 from tests.fleet_router.rig import CONFIG as RIG
 from tests.fleet_router.rig import Rig, answer_of, http, run
 from tests.fleet_router.test_longtext_sent import bodies, read, told
@@ -175,6 +175,17 @@ def test_no_more_than_a_few_are_remembered_and_none_that_are_long(shapes: Shapes
     assert len(shapes._known) == 3
     parse_body(asked(LONG, metadata={"about": "x" * REST_MOST_BYTES}), False, CONFIG)
     assert len(shapes._known) == 3
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("more", [0, 1])
+def test_nor_any_with_fields_that_nobody_counts(shapes: Shapes, chat: bool, more: int):
+    """A field of a letter takes twenty times its bytes."""
+    body = (said if chat else asked)(LONG)
+    fields = {f"{number:x}": 1 for number in range(FIELDS_MOST + more - len(json.loads(body)))}
+    for _ in range(2):
+        parse_body((said if chat else asked)(LONG, **fields), chat, CONFIG)
+    assert len(shapes._known) == (0 if more else 1)
 
 
 def test_a_long_body_stays_with_its_head_and_a_short_one_does_not():
