@@ -101,7 +101,7 @@ def parse_body(body: bytes, chat: bool, config: RouterConfig, begins: int = 0) -
         if (known := read(body, chat, found)) is not None:
             ask = _checked(body, chat, config, known, begins)
             if ask.original is not None:
-                _SHAPES.learn(found.rest, chat, Shape(config, ask, "messages" if chat else "prompt", known[1]))
+                _SHAPES.learn(found.rest, chat, config, ask, known[1])
             return ask
     whole = body[begins:] if begins else body
     fields = fields_of(whole)

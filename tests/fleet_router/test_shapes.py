@@ -188,6 +188,29 @@ def test_nor_any_with_fields_that_nobody_counts(shapes: Shapes, chat: bool, more
     assert len(shapes._known) == (0 if more else 1)
 
 
+class Unhashed(bytes):
+    def __hash__(self) -> int:
+        raise AssertionError("its hash costs more than to know it could save")
+
+
+def test_a_long_rest_is_neither_looked_for_nor_made_ready_to_be_found(shapes: Shapes):
+    """A conversation of many short turns beside a long one: to hash it and copy it for nothing cost a tenth more."""
+    ask = parse_body(said(LONG), True, CONFIG)
+    (known,) = shapes._known.values()
+    for size, looked_for in ((REST_MOST_BYTES, True), (REST_MOST_BYTES + 1, False)):
+        long = Unhashed(b"r" * size)
+        for look in (
+            lambda rest: shapes.find(rest, True, CONFIG),
+            lambda rest: shapes.learn(rest, True, CONFIG, ask, msgspec.Raw(known.value)),
+        ):
+            if looked_for:
+                with pytest.raises(AssertionError, match="costs more"):
+                    look(long)
+            else:
+                look(long)
+    assert list(shapes._known.values()) == [known]
+
+
 def test_a_long_body_stays_with_its_head_and_a_short_one_does_not():
     inbound, bounds, none, size = Inbound(), HttpBounds(), frozenset[bytes](), APART_BYTES + 1
     inbound.feed(http(b"first"), bounds, none)
