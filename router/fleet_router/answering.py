@@ -19,7 +19,7 @@ from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import CHAT_PATH, END, framed, last_event, unframed
-from fleet_router.errors import RequestError
+from fleet_router.errors import RequestError, remembered
 from fleet_router.expected import chunked
 from fleet_router.explain.record import Record
 from fleet_router.explain.shown import header as decision_header
@@ -433,7 +433,7 @@ class Answering(Metering):
         if self.started:
             self._break(error)
             return
-        self.record.error = error
+        self.record.error = remembered(error)
         self._trip_over()
         self.end_leg()
         self.done = True
@@ -459,7 +459,7 @@ class Answering(Metering):
 
     def _break(self, error: RequestError) -> None:
         self.send_head()
-        self.record.error = error
+        self.record.error = remembered(error)
         self._trip_over()
         self.end_leg()
         self.done = True

@@ -45,6 +45,13 @@ class RequestError(Exception):
         """Why, for programs, where `code` is a name that clients know."""
 
 
+def remembered(error: RequestError) -> RequestError:
+    """As it may be remembered: with what it says, and without where it was raised. The frames that it came through hold the body
+    that it is about, and all that was parsed of it: some hundred refusals that are remembered held a GB."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error
+
+
 def leaving() -> RequestError:
     """For whom the router's end does not wait."""
     return RequestError(503, "the router is shutting down", code="shutting_down")

@@ -20,7 +20,7 @@ from fleet_router.config import Cascade, RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import CHAT_PATH, END, framed, unframed
-from fleet_router.errors import RequestError
+from fleet_router.errors import RequestError, remembered
 from fleet_router.explain.record import Record
 from fleet_router.flow import Flow
 from fleet_router.policy.tiers import tier_of
@@ -272,7 +272,7 @@ class Climb:
         if self._over:
             return
         draft.drop()
-        draft.record.error = error
+        draft.record.error = remembered(error)
         self._end(draft, "failed" if error.status >= 500 else "refused", "cut")
         self._refuse(error)
 

@@ -14,7 +14,7 @@ from fleet_router.admission.bucket import Bucket
 from fleet_router.admission.gate import Ticket
 from fleet_router.ask import Ask
 from fleet_router.config import ExplainBounds, RouterConfig, TraceConfig
-from fleet_router.errors import RequestError
+from fleet_router.errors import RequestError, remembered
 from fleet_router.explain.export import Exporter
 from fleet_router.explain.inference_metrics import Counts
 from fleet_router.explain.journal import Journal
@@ -124,7 +124,7 @@ class Recorder:
 
     def refused(self, request_id: str, path: bytes, tenant: str, error: RequestError) -> None:
         """It was turned away at the door."""
-        self.refusals.append(Refused(self._clock(), request_id, path, tenant, error))
+        self.refusals.append(Refused(self._clock(), request_id, path, tenant, remembered(error)))
 
     # -- what is known ----------------------------------------------------------------------------------------------
     def records(self) -> Iterator[Record]:

@@ -1,0 +1,62 @@
+"""What is remembered of requests that were refused holds nothing of their bodies: some hundred of these are remembered, and each
+may have megabytes."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from typing import Any
+
+import msgspec
+import pytest
+
+from fleet_router.config import HttpBounds
+from tests.fleet_router.rig import CONFIG, Rig, answer_of, http, run
+
+TEXT = "and on " * 15_000
+REQUESTS = 20
+KEPT_MOST_BYTES = len(TEXT) * REQUESTS // 4
+"""Connections, records and streams of both sides are a tenth."""
+LARGE = msgspec.structs.replace(CONFIG, max_input_tokens=1 << 20, bounds=HttpBounds(body_bytes=4 * len(TEXT)))
+
+
+def said(url: str) -> list[dict[str, Any]]:
+    parts = [{"type": "text", "text": TEXT}, {"type": "image_url", "image_url": {"url": url}}]
+    return [{"role": "user", "content": parts}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "workers", "status"),
+    [
+        ("/v1/chat/completions", {"model": "m", "messages": said("http://inside/")}, 1, 400),
+        ("/v1/messages", {"model": "m", "max_tokens": 5, "messages": [{"role": "nobody", "content": TEXT}]}, 1, 400),
+        ("/v1/responses", {"model": "m", "input": [{"type": "odd", "text": TEXT}]}, 1, 400),
+        ("/v1/embeddings", {"model": "nobody's", "input": TEXT}, 1, 404),
+        ("/v1/completions", {"model": "m", "prompt": [TEXT, TEXT]}, 1, 400),
+        ("/v1/completions", {"model": "m", "prompt": TEXT}, 0, 503),
+        ("/v1/completionz", {"model": "m", "prompt": TEXT}, 1, 404),
+    ],
+    ids=["url", "messages", "responses", "embeddings", "prompts", "no-worker", "path"],
+)
+def test_nothing_of_a_body_is_kept_of_a_request_that_was_refused(path: str, body: dict[str, Any], workers: int, status: int):
+    """Each on a connection of its own, which stays."""
+
+    async def go(rig: Rig) -> None:
+        async def refused() -> None:
+            reader, writer, _ = await rig.connect()
+            writer.write(http(body, path=path))
+            assert (await answer_of(reader))[0] == status
+
+        await refused()
+        gc.collect()
+        tracemalloc.start()
+        try:
+            for _ in range(REQUESTS):
+                await refused()
+            gc.collect()
+            kept, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert kept < KEPT_MOST_BYTES
+
+    run(go, prefill=0, decode=workers, config=LARGE)
