@@ -382,7 +382,7 @@ class ClientConnection:
 
     def _answered(self, keep_alive: bool) -> None:
         """An answer is complete."""
-        self.flow = self.begun_at = None
+        self.flow = self.begun_at = self._translation = None  # which has the whole request
         self._request.body.clear()  # of one that was refused, or should have had none: it would wait for the next request
         self.idle_since = self._context.clock()
         if not keep_alive:
