@@ -58,8 +58,9 @@ _ENDS: Final = b",}"
 BETWEEN: Final = re.compile(rb"\r\n[0-9a-fA-F]{1,8}(?:;[^\r\n]*)?\r\n")
 """Between two chunks of a body (RFC 9112, 7.1): proxies cut where they like."""
 _CRLF: Final = b"\r\n"
-_ENDS_CHUNK: Final = b"\n\r\n"
-"""Of a chunk that ends with an event."""
+_ENDS_EVENT: Final = b"\n\n\r\n"
+"""Of a chunk that ends with an event as engines write it."""
+_ENDS_BODY: Final = b"\r\n0\r\n\r\n"
 NEAR_BYTES: Final = 1_024
 """The names of a usage stand so near to a read's end: behind them come its details, [DONE] and the end of the body."""
 _OBJECT: Final = re.compile(rb"\s*:\s*\{")
@@ -114,17 +115,17 @@ def usage_in(body: bytes) -> tuple[int, int] | None:
 
 
 def cut_in_two(read: bytes) -> bool:
-    """Chunks may end elsewhere than behind an event, near the end of this read: a name in it may be cut then. Each whole chunk
-    has two line breaks of its framing, and one of them stands behind an event."""
+    """Chunks may end elsewhere than behind an event, near the end of this read: a name in it may be cut then."""
     near = max(0, len(read) - NEAR_BYTES)
-    breaks = read.count(_CRLF, near)
-    return breaks > 2 and breaks > 2 * read.count(_ENDS_CHUNK, near)
+    return read.count(_CRLF, near) > 2 and _cut_elsewhere(read, near)
 
 
-def _cut_behind_events(ending: bytes) -> bool:
-    """The end of a stream whose chunks all end behind events: a name or a number stands in one of them, and nothing is to be put
-    together. A chunk has two line breaks of its framing, and one of them stands behind an event; so has the last one."""
-    return ending.count(_CRLF) <= 2 * ending.count(_ENDS_CHUNK)
+def _cut_elsewhere(read: bytes, near: int) -> bool:
+    """From `near` on a chunk ends elsewhere than behind an event, or events end with CRLF. Each whole chunk has two line breaks
+    of its framing, and one of them stands behind an event; the last one has two, behind nothing. Where an event ends otherwise
+    (LF, then CRLF) it is not counted: each of those would make up for one of these breaks."""
+    behind_events = 2 * read.count(_ENDS_EVENT, near)
+    return read.count(_CRLF, near) > behind_events + (2 if read.endswith(_ENDS_BODY) else 0)
 
 
 def tells_usage(read: bytes) -> bool:
@@ -183,7 +184,7 @@ def used_tokens(before: bytes, tail: bytes, events: int, charged: int) -> tuple[
     """(input, output) tokens of a stream: the engine's own count in its last two reads of some length, also where a chunk ends in
     the middle of it, else an estimate with a token per event ([DONE] is an event, too)."""
     near = before[-TAIL_BYTES:] + tail if len(tail) < TAIL_BYTES else tail[-TAIL_BYTES:]
-    found = usage_of(near) if (whole := _cut_behind_events(near)) else None
+    found = usage_of(near) if (whole := not _cut_elsewhere(near, 0)) else None
     if found is None and not (whole and len(near) <= TAIL_BYTES):  # without their framing more is near
         found = usage_of(BETWEEN.sub(b"", near))
     return found or (charged, events - 1 if events > 1 else 0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fleet_router.admission.usage import BETWEEN, TAIL_BYTES, usage_of, used_tokens
+from fleet_router.admission.usage import BETWEEN, TAIL_BYTES, cut_in_two, usage_of, used_tokens
 from fleet_router.expected import _DONE, is_closed, without_bom
 from fleet_router.health.sent import ENDS, ends, ends_whole
 
@@ -48,7 +48,7 @@ def thoroughly(before: bytes, tail: bytes) -> tuple[int, int] | None:
 @st.composite
 def streams(draw: st.DrawFn) -> bytes:
     """Events, some of which tell their usage, cut into chunks behind events or anywhere."""
-    end = draw(st.sampled_from([b"\n\n", b"\n\n", b"\r\n\r\n"]))
+    end = draw(st.sampled_from([b"\n\n", b"\n\n", b"\r\n\r\n", b"\n\r\n"]))
     events = []
     for _ in range(draw(st.integers(1, 5))):
         number = draw(st.integers(0, 3))
@@ -74,6 +74,30 @@ def test_tokens_are_found_where_they_stand(stream: bytes, data: st.DataObject):
     before, tail = stream[:at], stream[at:]
     found = thoroughly(before, tail)
     assert used_tokens(before, tail, 3, 9) == (found or (9, 2))
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\n\r\n", b"\r\n\n"])
+@pytest.mark.parametrize("cut", [b"sage", b'pt_tokens"', b"345,", b'tion_tokens"', b'":7'])
+@pytest.mark.parametrize("finish", [b"", b": bye"])
+def test_the_last_usage_counts_wherever_it_is_cut(end: bytes, cut: bytes, finish: bytes):
+    """Also where an earlier event tells other numbers, and lines end in two ways."""
+    told = [{"prompt_tokens": 12_345, "total_tokens": 12_345 + n, "completion_tokens": n} for n in (3, 7)]
+    events = [b"data: " + json.dumps({"usage": usage}, separators=(",", ":")).encode() + end for usage in told]
+    said = b"data: {}" + end
+    at = len(events[0]) + events[1].find(cut)
+    whole = b"".join(events) + said + said + b"data: [DONE]" + end + (finish + end if finish else b"")
+    stream = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in (said, whole[:at], whole[at:])) + b"0\r\n\r\n"
+    assert used_tokens(b"", stream, 3, 9) == (12_345, 7)
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\n\r\n", b"\r\n\n"])
+def test_a_name_that_is_cut_is_seen_however_lines_end(end: bytes):
+    """What we asked for alone is not to be a client's."""
+    other, whole = b"data: {}" + end, b'data: {"usage":{"prompt_tokens":1,"total_tokens":2,"completion_tokens":1}}' + end
+    at = whole.find(b"tokens")
+    read = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in (other, whole[:at], whole[at:] + 5 * other))
+    assert cut_in_two(read)
+    assert cut_in_two(b"%x\r\n%b\r\n0\r\n\r\n" % (len(whole), whole)) is (end != b"\n\n")
 
 
 def test_framing_takes_no_room_where_the_usage_is_looked_for():
