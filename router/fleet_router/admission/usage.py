@@ -117,15 +117,16 @@ def usage_in(body: bytes) -> tuple[int, int] | None:
 def cut_in_two(read: bytes) -> bool:
     """Chunks may end elsewhere than behind an event, near the end of this read: a name in it may be cut then."""
     near = max(0, len(read) - NEAR_BYTES)
-    return read.count(_CRLF, near) > 2 and _cut_elsewhere(read, near)
+    breaks = read.count(_CRLF, near)
+    return breaks > 2 and _cut_elsewhere(read, near, breaks)
 
 
-def _cut_elsewhere(read: bytes, near: int) -> bool:
-    """From `near` on a chunk ends elsewhere than behind an event, or events end with CRLF. Each whole chunk has two line breaks
-    of its framing, and one of them stands behind an event; the last one has two, behind nothing. Where an event ends otherwise
-    (LF, then CRLF) it is not counted: each of those would make up for one of these breaks."""
-    behind_events = 2 * read.count(_ENDS_EVENT, near)
-    return read.count(_CRLF, near) > behind_events + (2 if read.endswith(_ENDS_BODY) else 0)
+def _cut_elsewhere(read: bytes, near: int, breaks: int) -> bool:
+    """From `near` on, where so many `breaks` (CRLF) are, a chunk ends elsewhere than behind an event, or events end with CRLF.
+    Each whole chunk has two of its framing, and one of them stands behind an event; the last one has two, behind nothing. Where
+    an event ends otherwise (LF, then CRLF) it is not counted: each of those would make up for one of these breaks."""
+    more = breaks - 2 * read.count(_ENDS_EVENT, near)
+    return more > 2 or (more > 0 and not read.endswith(_ENDS_BODY))
 
 
 def tells_usage(read: bytes) -> bool:
@@ -184,7 +185,7 @@ def used_tokens(before: bytes, tail: bytes, events: int, charged: int) -> tuple[
     """(input, output) tokens of a stream: the engine's own count in its last two reads of some length, also where a chunk ends in
     the middle of it, else an estimate with a token per event ([DONE] is an event, too)."""
     near = before[-TAIL_BYTES:] + tail if len(tail) < TAIL_BYTES else tail[-TAIL_BYTES:]
-    found = usage_of(near) if (whole := not _cut_elsewhere(near, 0)) else None
+    found = usage_of(near) if (whole := not _cut_elsewhere(near, 0, near.count(_CRLF))) else None
     if found is None and not (whole and len(near) <= TAIL_BYTES):  # without their framing more is near
         found = usage_of(BETWEEN.sub(b"", near))
     return found or (charged, events - 1 if events > 1 else 0)
