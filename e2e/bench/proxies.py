@@ -66,9 +66,9 @@ def wait_for(url: str, running: subprocess.Popen[bytes], log: Path) -> None:
 
 
 @contextmanager
-def workers(addresses: Sequence[str], folder: Path) -> Iterator[None]:
-    """The cheap workers."""
-    log = folder / "workers.log"
+def workers(addresses: Sequence[str], folder: Path, name: str = "workers") -> Iterator[None]:
+    """The cheap workers, in one process."""
+    log = folder / f"{name}.log"
     with process([sys.executable, "-m", "e2e.bench.backend", *addresses], log) as running:
         wait_for(f"http://{addresses[-1]}/health", running, log)
         yield

@@ -47,6 +47,8 @@ FLOOD_LONG = 244
 """The workers say the same word again and again: at 256 it would be a loop, which one of the routers looks for."""
 PREFIXES = 50
 WORKERS = [f"127.83.0.{i}:8000" for i in range(1, 5)]
+COLLECTOR = "127.83.0.9:4318"
+"""Of spans, in a process of its own, as collectors are: where a worker was one, a batch of spans held up every worker's streams."""
 EVERYTHING, EVERYTHING_PD = "ours, everything on", "ours P/D, everything on"
 """Keys, quotas, classes, salt, runaway detection, and spans of every request that the rate allows."""
 WITH_KEYS = frozenset({EVERYTHING, EVERYTHING_PD})
@@ -211,9 +213,10 @@ def measure(rounds: int) -> dict[str, Figures]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-router-")))
         stack.enter_context(workers(WORKERS, folder))
+        stack.enter_context(workers([COLLECTOR], folder, "collector"))
         tenants = folder / "tenants.json"
         tenants.write_text(json.dumps(TENANTS))
-        traces = TraceConfig(endpoint=f"http://{WORKERS[0]}", sample=1.0)
+        traces = TraceConfig(endpoint=f"http://{COLLECTOR}", sample=1.0)
         everything = msgspec.structs.replace(ON, runaway=True, traces=traces)
         proxies = [
             Proxy("no proxy", WORKERS[0], None),
