@@ -48,7 +48,7 @@ FLOOD_LONG = 244
 PREFIXES = 50
 WORKERS = [f"127.83.0.{i}:8000" for i in range(1, 5)]
 COLLECTOR = "127.83.0.9:4318"
-"""Of spans, in a process of its own, as collectors are: where a worker was one, a batch of spans held up every worker's streams."""
+"""Of spans, in a process of its own, as collectors are: in a worker a batch of spans held up every worker's streams."""
 EVERYTHING, EVERYTHING_PD = "ours, everything on", "ours P/D, everything on"
 """Keys, quotas, classes, salt, runaway detection, and spans of every request that the rate allows."""
 WITH_KEYS = frozenset({EVERYTHING, EVERYTHING_PD})
