@@ -44,8 +44,11 @@ class Ask:
 
     @property
     def size_bytes(self) -> int:
-        """Roughly what keeping it costs: its values, the prompt, and the head that stands before a long body."""
-        return self.begins + sum(memoryview(value).nbytes for value in self.fields.values()) + len(self.prompt)
+        """Roughly what keeping it costs, two thirds of it at least: the body with all that came with it, which its values are
+        parts of, and the prompt. Anything may stand between values: 250 KB of blanks counted for nothing."""
+        if (original := self.original) is not None:
+            return len(original) + len(self.added) + len(self.prompt)
+        return sum(memoryview(value).nbytes for value in self.fields.values()) + len(self.prompt)
 
     def put_together(self) -> Ask:
         """The same, whose body is made of its fields."""

@@ -166,7 +166,15 @@ def _without_ours(ask: Ask) -> Ask:
         return ask
     for field in STRIPPED:
         ask.fields.pop(field, None)
+    _let_go_of_body(ask.fields)
     return ask.put_together()
+
+
+def _let_go_of_body(fields: dict[str, msgspec.Raw]) -> None:
+    """Values are parts of the body that they came in. Who waits is counted by them where that goes nowhere, so they must not hold
+    it."""
+    for name, value in fields.items():
+        fields[name] = value.copy()
 
 
 def _adapter_of(model: str, config: RouterConfig) -> str:
@@ -192,6 +200,7 @@ def with_fields(ask: Ask, added: dict[str, msgspec.Raw], spliced: bytes) -> Ask:
     if original is None:
         return ask
     if anew:
+        _let_go_of_body(fields)
         return Ask(fields, ask.prompt, ask.stream, None, ask.alone, ask.adapter, ask.counts)
     if added_before:
         spliced = added_before[:-1] + spliced

@@ -4,6 +4,7 @@ connections stay, and each body may have megabytes."""
 from __future__ import annotations
 
 import gc
+import json
 import tracemalloc
 from typing import Any
 
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 
 from fleet_router.config import HttpBounds
+from fleet_router.request import parse_alone, parse_body, with_fields
 from tests.fleet_router.rig import CONFIG, Rig, answer_of, http, run
 
 TEXT = "and on " * 15_000
@@ -83,3 +85,40 @@ def test_nor_of_one_that_was_answered(path: str, body: dict[str, Any]):
         assert await kept_of(rig, http({"model": "m", **body}, path=path), 200) < KEPT_MOST_BYTES
 
     run(go, config=LARGE)
+
+
+BLANK = b" " * 200_000
+ALONE = "alone"
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        (b'{"model":"m","prompt":"hi"' + BLANK + b"}", "prompt"),
+        (b'{"model":"m",' + BLANK + b'"messages":[{"role":"user","content":"hi"}]}', "messages"),
+        (b'{"model":"m","prompt":"' + b"p" * 100_000 + b'"' + BLANK + b"}", "prompt"),
+        (b'{"model":"m","user":"' + BLANK + b'","user":"u","prompt":"hi"}', "prompt"),
+        (b'{"model":"m","cache_salt":"' + BLANK + b'","prompt":"hi"}', "prompt"),
+        (b'{"model":"m","priority":1,' + BLANK + b'"messages":[{"role":"user","content":"' + b"p" * 9_000 + b'"}]}', "messages"),
+        (b'{"model":"m","max_tokens":null,"prompt":"hi"' + BLANK + b"}", "prompt"),
+        (b'{"model":"m","input":"hi"' + BLANK + b"}", ALONE),
+        (json.dumps({"model": "m", "prompt": TEXT, "tools": ["t" * 90_000]}).encode(), "prompt"),
+    ],
+    ids=["blanks", "blanks-before", "long", "doubled", "stripped", "stripped-long", "anew", "alone", "tools"],
+)
+def test_who_waits_is_counted_with_all_that_is_kept_of_it(body: bytes, path: str):
+    """Queues have a bound of bytes, and a place in them cost 11 of 200,000. What stands beside a long text is kept twice."""
+
+    def asked(came: bytes) -> Any:
+        ask = parse_alone(came, LARGE) if path is ALONE else parse_body(came, path == "messages", LARGE)
+        return with_fields(ask, {"max_tokens": msgspec.Raw(b"5")}, b',"max_tokens":5}')
+
+    asked(bytes(bytearray(body)))
+    tracemalloc.start()
+    try:
+        ask = asked(bytes(bytearray(body)))
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert kept < 1.5 * ask.size_bytes + 4_000
