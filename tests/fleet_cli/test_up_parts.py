@@ -28,6 +28,7 @@ from fleet_cli.up.state import state_folder
 from fleet_cli.up.stops import Stops, interruptible, until
 from fleet_operator.cluster.interface import ConflictError
 from fleet_operator.cluster.memory import MemoryCluster
+from fleet_planner.types import KvProof
 
 
 def fleet(source: str):
@@ -268,6 +269,9 @@ class Ground:
             signal.raise_signal(self.signal)
         return [], {}
 
+    async def counted(self, fleet):
+        return []
+
     async def delete(self) -> None:
         self.deleted = True
 
@@ -279,6 +283,35 @@ def test_a_proof_that_was_interrupted_is_none(once, code):
     screen = PlainScreen(io.StringIO(), lambda: 0.0)
     session = _Session(options, fleet("file:///m"), Ground(signal.SIGTERM), screen, 0.0)
     assert asyncio.run(session.run()) == code
+
+
+def test_what_moved_is_counted_when_it_stops():
+    """Transfers of the last five seconds were not told: `fleet up` that ended right after a burst said 5 of 7."""
+
+    class Counting(Ground):
+        async def observe(self):
+            pods, _ = await super().observe()
+            return pods, {"tiers": [status("a", transfers=3), status("b", transfers=2)]}
+
+        async def counted(self, fleet):
+            assert not self.deleted
+            return [KvProof(transfers=4, blocks=8, bytes=64, failed=0, measured_at=1.0), KvProof(3, 6, 32, 1, 1.0)]
+
+    def status(name, transfers):
+        role = {"desired": 1, "ready": 1, "serving": 1}
+        kv = {"transfers": transfers, "blocks": 20, "bytes": 9, "failed": 0}
+        return {"name": name, "prefill": role, "decode": role, "kv": kv}
+            "name": name,
+            "prefill": role,
+            "decode": role,
+            "kv": {"transfers": transfers, "blocks": 20, "bytes": 9, "failed": 0},
+        }
+
+    options = UpOptions(file=None, once=False, port=1, state=None, claims={})
+    said = io.StringIO()
+    session = _Session(options, fleet("file:///m"), Counting(signal.SIGTERM), PlainScreen(said, lambda: 0.0), 0.0)
+    assert asyncio.run(session.run()) == 0
+    assert "stopped; KV moved: 7 transfers, 40 blocks, 96 B, 1 failed (engine counters)" in said.getvalue()
 
 
 def test_without_a_runtime_nobody_is_waited_for():

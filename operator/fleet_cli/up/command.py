@@ -23,7 +23,7 @@ from fleet_cli.up.screen import Screen, open_screen
 from fleet_cli.up.state import state_folder
 from fleet_cli.up.stops import Stops, interruptible, until
 from fleet_cli.up.tenants import local_tenants
-from fleet_cli.up.view import SAMPLE_PROMPT, Snapshot, curl_line, fatal, kv_line, kv_total, snapshot
+from fleet_cli.up.view import SAMPLE_PROMPT, Snapshot, curl_line, fatal, kv_at_last, kv_line, kv_total, snapshot
 from fleet_operator.runtime.settings import RuntimeSettings
 
 POLL_S = 0.25
@@ -188,13 +188,14 @@ class _Session:
         try:
             pods, status = await self.local.observe()
             last = snapshot(pods, status, stopping=True)
+            moved = kv_at_last(last.status, await self.local.counted(self.fleet))
             drained = await until(stops.kill, self._gone(status))
         except TimeoutError:
             self.screen.say(f"not drained within {DRAIN_TIMEOUT_S:g} s: killing what is left")
             return False
         if not drained:
             return False
-        self.screen.say(f"stopped; {kv_line(kv_total(last.status))}")
+        self.screen.say(f"stopped; {kv_line(moved)}")
         return True
 
     async def _gone(self, status: Mapping[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.accelerator import DEFAULT_RESOURCE
 from fleet_cli.errors import RunError
 from fleet_cli.up.bundled import VLLM_ENV, vllm_program
@@ -25,13 +26,16 @@ from fleet_operator.runtime.kubelet import ProcessKubelet
 from fleet_operator.runtime.scheduler import MemoryScheduler
 from fleet_operator.runtime.settings import RuntimeSettings
 from fleet_operator.settings import Platform
-from fleet_operator.telemetry.collect import open_telemetry
+from fleet_operator.telemetry.collect import FleetTelemetry, open_telemetry
+from fleet_planner.types import KvProof
 
 NODE, RUNTIME = "local", "runtime"
 DEVICES = "1024"
 """A machine without a GPU pretends to have plenty: CPU engines stand in for devices."""
 LOG_BYTES = 8 * 1024 * 1024
 ENGINE_PORT = 8000
+COUNTED_S = 2.0
+"""Workers on this machine answer in milliseconds, if they do."""
 _DEFAULTS = RuntimeSettings()
 
 
@@ -64,6 +68,7 @@ class LocalFleet:
         self._deployments = DeploymentController(self._cluster)
         self._tasks: list[asyncio.Task[None]] = []
         self._log: logging.Handler | None = None
+        self._telemetry: FleetTelemetry | None = None
 
     async def __aenter__(self) -> LocalFleet:
         try:
@@ -115,6 +120,17 @@ class LocalFleet:
             return pods, {}
         return pods, fleet.get("status") or {}
 
+    async def counted(self, fleet: InferenceFleet) -> list[KvProof]:
+        """What the engines count of KV now, by tiers: the status says what they did some seconds ago. Empty: nobody answers."""
+        if self._telemetry is None:
+            return []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(COUNTED_S):
+                pods = await self._cluster.list(POD, self._namespace)
+                tiers = await self._telemetry.collect(fleet, pods, [])
+                return [tier.kv for tier in tiers.values() if tier.kv is not None]
+        return []
+
     async def prefill_url(self, tier: str) -> str:
         """Base URL of the engine of one prefill worker of this tier; empty: of any."""
         wanted = {ROLE_LABEL: "prefill", **({TIER: tier} if tier else {})}
@@ -134,7 +150,8 @@ class LocalFleet:
     async def _operate(self) -> None:
         """The operator, as in a cluster, but on the store and with the router on the chosen port."""
         platform = Platform(follow="dir", router_host="127.0.0.1", router_port=self._port, counters_s=0.0)
-        async with open_telemetry() as telemetry:
+        async with open_telemetry() as self._telemetry:
+            telemetry = self._telemetry
             await Reconciler(self._cluster, platform, telemetry, namespace=self._namespace).run()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from fleet_api.v1alpha1 import FleetStatus, KvStatus
 from fleet_cli.errors import EXIT_BAD_INPUT, CliError, InputError, RunError
 from fleet_planner.events import SEVERE
+from fleet_planner.types import KvProof
 
 ROLE_LABEL = "inferencefleet.io/role"
 SAMPLE_PROMPT = (
@@ -114,6 +115,18 @@ def kv_total(status: FleetStatus) -> KvStatus:
         bytes=sum(kv.bytes for kv in known),
         failed=sum(kv.failed for kv in known),
         transport=", ".join(transports) or None,
+    )
+
+
+def kv_at_last(status: FleetStatus, counted: Sequence[KvProof]) -> KvStatus:
+    """What moved by the last of both: a status is some seconds old, and an engine that has ended is asked in vain."""
+    told = kv_total(status)
+    return KvStatus(
+        transfers=max(told.transfers, sum(kv.transfers for kv in counted)),
+        blocks=max(told.blocks, sum(kv.blocks for kv in counted)),
+        bytes=max(told.bytes, sum(kv.bytes for kv in counted)),
+        failed=max(told.failed, sum(kv.failed for kv in counted)),
+        transport=told.transport,
     )
 
 
