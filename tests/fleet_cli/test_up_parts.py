@@ -301,11 +301,6 @@ def test_what_moved_is_counted_when_it_stops():
         role = {"desired": 1, "ready": 1, "serving": 1}
         kv = {"transfers": transfers, "blocks": 20, "bytes": 9, "failed": 0}
         return {"name": name, "prefill": role, "decode": role, "kv": kv}
-            "name": name,
-            "prefill": role,
-            "decode": role,
-            "kv": {"transfers": transfers, "blocks": 20, "bytes": 9, "failed": 0},
-        }
 
     options = UpOptions(file=None, once=False, port=1, state=None, claims={})
     said = io.StringIO()
