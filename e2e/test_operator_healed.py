@@ -43,7 +43,7 @@ from fleet_planner.ratio import within
 
 pytestmark = pytest.mark.timeout(580)
 ROLES = ("prefill", "decode")
-CLIENTS = 8
+CLIENTS = 12
 """With fewer one decode worker does it all, and a poisoned prefill worker is only ever tried with that one."""
 PROMPTS = 400
 PROMPT, ANSWER = 96, 24
