@@ -309,6 +309,22 @@ def test_what_moved_is_counted_when_it_stops():
     assert "stopped; KV moved: 7 transfers, 40 blocks, 96 B, 1 failed (engine counters)" in said.getvalue()
 
 
+def test_engines_that_do_not_answer_hold_up_no_end(tmp_path, monkeypatch):
+    class Silent:
+        async def collect(self, *_):
+            await asyncio.Event().wait()
+
+    async def go():
+        local = LocalFleet(manifest=as_new(bundled.bundled_manifest(Path("/m"))), state_dir=tmp_path, port=1, claims={})
+        assert await local.counted(fleet("file:///m")) == [], "no operator has begun to listen"
+        local._telemetry = Silent()
+        async with asyncio.timeout(10):
+            assert await local.counted(fleet("file:///m")) == []
+
+    monkeypatch.setattr("fleet_cli.up.local.COUNTED_S", 0.0)
+    asyncio.run(go())
+
+
 def test_without_a_runtime_nobody_is_waited_for():
     """A runtime that had failed was waited for, for a minute, before its error was told."""
 

@@ -150,8 +150,8 @@ class LocalFleet:
     async def _operate(self) -> None:
         """The operator, as in a cluster, but on the store and with the router on the chosen port."""
         platform = Platform(follow="dir", router_host="127.0.0.1", router_port=self._port, counters_s=0.0)
-        async with open_telemetry() as self._telemetry:
-            telemetry = self._telemetry
+        async with open_telemetry() as telemetry:
+            self._telemetry = telemetry
             await Reconciler(self._cluster, platform, telemetry, namespace=self._namespace).run()
 
 

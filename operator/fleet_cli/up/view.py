@@ -121,13 +121,8 @@ def kv_total(status: FleetStatus) -> KvStatus:
 def kv_at_last(status: FleetStatus, counted: Sequence[KvProof]) -> KvStatus:
     """What moved by the last of both: a status is some seconds old, and an engine that has ended is asked in vain."""
     told = kv_total(status)
-    return KvStatus(
-        transfers=max(told.transfers, sum(kv.transfers for kv in counted)),
-        blocks=max(told.blocks, sum(kv.blocks for kv in counted)),
-        bytes=max(told.bytes, sum(kv.bytes for kv in counted)),
-        failed=max(told.failed, sum(kv.failed for kv in counted)),
-        transport=told.transport,
-    )
+    counts = ("transfers", "blocks", "bytes", "failed")
+    return told.model_copy(update={name: max(getattr(told, name), sum(getattr(kv, name) for kv in counted)) for name in counts})
 
 
 def kv_line(kv: KvStatus) -> str:
