@@ -1,11 +1,11 @@
 """`make bench-routing`: how good the routing is: two traces through the real router process and emulated workers, next to
 sglang-router, smg and vllm-router with their cache-aware policies, each alone with fresh workers in the same run.
 
-8 workers take the traces as they are; 64 take them eight times faster. TTFT is what the client sees, in the time of the trace,
-which runs SPEED times faster than the clock: what a router adds to a request counts as often. Load: prompt tokens that a worker
-had to compute, the most of one over the mean of all. Beside it a yardstick: what the same prompts come to when each goes to the
-worker with the least work and no cache counts. The synthetic trace's longest prompt is half of what one of 64 workers computes in
-all; when it comes late that rule itself ends above the bound.
+8 workers take the traces as they are; 64 those of eight communities of users at once, each with its own prompts: as much for each
+worker, and as many of its blocks seen before. TTFT is what the client sees, in the time of the trace, which runs SPEED times
+faster than the clock: what a router adds to a request counts as often. Load: prompt tokens that a worker had to compute, the most
+of one over the mean of all. Beside it a yardstick: what the same prompts come to when each goes to the worker with the least work
+and no cache counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from e2e.bench.cpu import cpu_s
 from e2e.bench.proxies import Proxy, ours, process, sglang, smg, vllm_router, wait_for
 from e2e.bench.router import p99
 from e2e.bench.routing_client import Load, Seen
-from e2e.bench.routing_trace import Arrival, conversation, faster, synthetic
+from e2e.bench.routing_trace import Arrival, conversation, synthetic, together
 from e2e.bench.table import report
 from fleet_router.config import HttpBounds, RouterConfig
 
@@ -172,7 +172,7 @@ def main() -> int:
         for name in given.traces:
             runs: dict[str, list[Run]] = {router: [] for router in given.routers}
             for number in range(given.rounds):
-                trace = faster(TRACES[name](number), workers / 8)
+                trace = together(TRACES[name], number, workers // 8)
                 for router in given.routers if number % 2 == 0 else reversed(given.routers):
                     net = 90 + (net - 89) % 40
                     runs[router].append(undisturbed(ROUTERS[router], trace, workers, net))

@@ -13,8 +13,8 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -23,6 +23,7 @@ BLOCK_TOKENS = 512
 CHARS_PER_TOKEN = 4
 BLOCK_CHARS = BLOCK_TOKENS * CHARS_PER_TOKEN
 TICK_S = 3.0
+APART_S = 60.0
 CONVERSATION = Path(__file__).parents[1] / "data/mooncake/conversation_15min.jsonl.gz"
 
 SYNTHETIC_S = 800.0
@@ -100,6 +101,16 @@ def _length(rng: random.Random, median: float, sigma: float) -> int:
 
 def _blocks(fresh: count[int], tokens: int) -> list[int]:
     return [next(fresh) for _ in range(-(-tokens // BLOCK_TOKENS))]
+
+
+def together(make: Callable[[int], list[Arrival]], seed: int, times: int) -> list[Arrival]:
+    """What so many communities of users send to one fleet, each its own prompts, not all beginning at once."""
+    rng, found, free = random.Random(seed), list[Arrival](), 0
+    for number in range(times):
+        one, later_s = make(seed * times + number), rng.uniform(0, APART_S) if number else 0.0
+        found += [replace(r, at_s=r.at_s + later_s, blocks=tuple(block + free for block in r.blocks)) for r in one]
+        free += 1 + max(max(r.blocks) for r in one)
+    return sorted(found, key=lambda one: one.at_s)
 
 
 def faster(trace: Sequence[Arrival], times: float) -> list[Arrival]:

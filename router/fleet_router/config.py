@@ -67,7 +67,7 @@ class HedgeBounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one client connection."""
+    """Bounds of client connections, of one unless said."""
 
     header_bytes: Count = 65_536
     header_count: Count = 100
@@ -84,6 +84,8 @@ class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
     linger_bytes: int = 32 * 1024 * 1024
     """At most so much is read, and thrown away."""
     connections: Count = 2_048
+    receiving_bytes: Count = 256 * 1024 * 1024
+    """Of all bodies that this process has in part; where they are more, one that has grown long ends."""
 
 
 class SloClass(msgspec.Struct, frozen=True, kw_only=True):

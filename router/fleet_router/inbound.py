@@ -18,6 +18,7 @@ from fleet_router.ask import APART_BYTES
 from fleet_router.config import HttpBounds
 from fleet_router.errors import RequestError
 from fleet_router.hints import kept_of
+from fleet_router.receiving import Receiving
 from fleet_router.repeated import Repeated, around_length, usual_parts, worth_learning
 
 HOST: Final = re.compile(rb"^[A-Za-z0-9._\-]+(:\d{1,5})?\Z|^\[[0-9a-fA-F:.]+\](:\d{1,5})?\Z")
@@ -35,6 +36,7 @@ PIECES_MOST: Final = 8_192
 """Of a body, kept apart: each takes some 50 bytes beside its own."""
 HEADS_MOST: Final = 256
 """Of connections' first requests; 2 MB at most."""
+NO_ROOM: Final = "too many long requests are being received at the moment"
 _PROCESS: Final = uuid4().hex[:16]
 _BYTES: Final = [f"{byte:02x}" for byte in range(256)]
 
@@ -217,9 +219,11 @@ class Inbound:
         "_header_bytes",
         "_header_count",
         "_heads",
+        "_held_bytes",
         "_hosts",
         "_misses",
         "_parser",
+        "_receiving",
         "_wanted",
         "current",
         "error",
@@ -229,9 +233,11 @@ class Inbound:
         "requests",
     )  # fmt: skip
 
-    def __init__(self, heads: Heads | None = None) -> None:
-        self._heads = heads
+    def __init__(self, heads: Heads | None = None, receiving: Receiving | None = None) -> None:
+        self._heads, self._receiving = heads, receiving
         """Of the process."""
+        self._held_bytes = 0
+        """Of the body of `current`, as `receiving` knows them."""
         self._parser: httptools.HttpRequestParser | None = None
         self.known: Known | None = None
         """The head that came last, where it may come again."""
@@ -257,6 +263,8 @@ class Inbound:
         if begins:
             self._bounds, self._wanted = bounds, wanted  # those that hold when a request begins hold to its end
         self._parse(_without_offer(data) if begins else data)
+        if self.current is not None or self._held_bytes:
+            self._count_kept(self._body_bytes if self.current is not None and self.error is None else 0)
         if begins and len(self.requests) == 1 and self.current is None and self.error is None:
             self._learn(data, self.requests[0])
 
@@ -283,9 +291,18 @@ class Inbound:
         found = self.error is not None or self.current is not None or bool(self.requests)
         if self.current is not None:
             self.current.body = []
+        self._count_kept(0)
         self.requests.clear()
         self.current = None
         return found
+
+    def _count_kept(self, size: int) -> None:
+        """So many bytes are kept of a body that goes on."""
+        before, self._held_bytes = self._held_bytes, size
+        receiving = self._receiving
+        if receiving is not None and size != before and not receiving.room(before, size, self._bounds.receiving_bytes):
+            self._held_bytes = 0
+            self._fail(RequestError(503, NO_ROOM, code="receiving"))
 
     def _learn(self, data: bytes, request: Incoming) -> None:
         """A request that came in one packet. One that has a name of its own is not repeated."""
@@ -334,6 +351,8 @@ class Inbound:
         self.error = error
         if self.current is None:
             self.on_message_begin()
+        else:
+            self.current.body = []  # nobody reads it, and the connection may linger
 
     # -- httptools --------------------------------------------------------------------------------------------------
     def on_message_begin(self) -> None:

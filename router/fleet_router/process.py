@@ -12,6 +12,7 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -212,7 +213,8 @@ class Router:
             age_s = -1.0 if self._followed_at is None else self._clock() - self._followed_at
             text = context.metrics.exposition(rows, age_s, len(context.table.routing.index))
             now = self._clock()
-            text += "".join(f"{line}\n" for line in (*context.holding.lines(), *context.table.lines(now), *self._prewarm.lines()))
+            parts = context.holding, context.receiving, self._prewarm
+            text += "".join(f"{line}\n" for line in (*chain.from_iterable(p.lines() for p in parts), *context.table.lines(now)))
             if self._certificates is not None:
                 text += "".join(f"{line}\n" for line in self._certificates.lines())
                 text += "".join(f"{line}\n" for line in self._ports[0].handshakes.lines())

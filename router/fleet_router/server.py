@@ -76,7 +76,7 @@ class ClientConnection:
         self._connections = connections
         self._plain = plain
         self._transport: asyncio.Transport | None = None
-        self._inbound = Inbound(context.heads)
+        self._inbound = Inbound(context.heads, context.receiving)
         self._request = NOBODY
         """The one that is being answered, or was last."""
         self._waiting = bytearray()
@@ -123,6 +123,7 @@ class ClientConnection:
         """The client left: whatever runs for it ends."""
         self._connections.discard(self)
         self._transport = None
+        self._inbound.drop()
         flow, self.flow = self.flow, None
         if flow is not None:
             flow.cancel()

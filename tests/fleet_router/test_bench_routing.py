@@ -12,7 +12,7 @@ import pytest
 from e2e.bench.routing import Run, figures, greedy
 from e2e.bench.routing_client import Seen
 from e2e.bench.routing_scale_out import split
-from e2e.bench.routing_trace import BLOCK_CHARS, Arrival, conversation, faster, repeated_share, synthetic
+from e2e.bench.routing_trace import BLOCK_CHARS, Arrival, conversation, faster, repeated_share, synthetic, together
 from e2e.bench.routing_worker import (
     CACHE_BLOCKS,
     PREFILL_BASE_S,
@@ -54,6 +54,16 @@ def test_traces_have_the_published_shape(made: Callable[[int], list[Arrival]], r
     assert made(0) == trace != made(1)
     assert [one.at_s for one in trace] == sorted(one.at_s for one in trace)
     assert faster(trace, 8)[-1].at_s == trace[-1].at_s / 8
+
+
+@pytest.mark.parametrize("made", [conversation, synthetic])
+def test_eight_communities_send_eight_times_as_much_and_share_nothing(made: Callable[[int], list[Arrival]]):
+    one, eight = together(made, 3, 1), together(made, 3, 8)
+    assert one == made(3)
+    assert len(eight) == pytest.approx(8 * len(one), rel=0.05)
+    assert repeated_share(eight) == pytest.approx(repeated_share(one), abs=0.03)
+    assert [arrival.at_s for arrival in eight] == sorted(arrival.at_s for arrival in eight)
+    assert eight[-1].at_s < one[-1].at_s + 65
 
 
 def test_equal_blocks_are_equal_text_and_others_differ_from_the_first_characters_on():
