@@ -341,8 +341,8 @@ class ClientConnection:
         translation.ends = self._context.ends
         try:
             if translation.path == CHAT:
-                return parse_body(translation.body(), True, config)
-            return parse_alone(translation.body(), config, counts=translation.path in COUNTING)
+                return parse_body(translation.take_body(), True, config)
+            return parse_alone(translation.take_body(), config, counts=translation.path in COUNTING)
         except RequestError as error:
             raise translation.renamed(error) from error
 

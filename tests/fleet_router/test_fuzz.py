@@ -37,7 +37,9 @@ def understood(path: bytes, body: bytes) -> tuple[bytes, ...]:
     translation = translation_of(path, body, "r")
     if translation is not None:
         ask = (
-            parse_body(translation.body(), True, CONFIG) if translation.path == CHAT else parse_alone(translation.body(), CONFIG)
+            parse_body(translation.take_body(), True, CONFIG)
+            if translation.path == CHAT
+            else parse_alone(translation.take_body(), CONFIG)
         )
     elif path == b"/v1/embeddings":
         ask = parse_alone(body, CONFIG)

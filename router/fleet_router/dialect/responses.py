@@ -31,9 +31,10 @@ class Responses(ChatTranslation):
 
     def __init__(self, body: bytes, request_id: str) -> None:
         super().__init__(request_id)
-        self._asked = parsed(body, ResponsesRequest)
-        self.stream = bool(self._asked.stream)
-        self.fields = chat_request(self._asked)
+        asked = parsed(body, ResponsesRequest)
+        self.stream = bool(asked.stream)
+        self.fields = chat_request(asked)
+        self._told_back = told_back(asked)
         self._usage: Usage | None = None
         self._created = 0
         self._reason: str | None = None
@@ -179,18 +180,26 @@ class Responses(ChatTranslation):
             self._output.append(call_item(self._id("fc"), call))
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-        asked, usage = self._asked, self._usage if status != "in_progress" else None
+        usage = self._usage if status != "in_progress" else None
         return {
             "id": f"resp_{self.request_id}", "object": "response", "created_at": self._created, "status": status, "error": None,
             "incomplete_details": INCOMPLETE.get(self._reason or "") if status == "incomplete" else None,
-            "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens, "model": asked.model,
-            "output": output, "parallel_tool_calls": asked.parallel_tool_calls is not False, "previous_response_id": None,
-            "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None}, "store": False,
-            "temperature": asked.temperature, "text": {"format": {"type": "text"}} if asked.text is None else asked.text,
-            "tool_choice": asked.tool_choice or "auto", "tools": asked.tools or [], "top_p": asked.top_p,
-            "truncation": "disabled", "usage": usage_of(usage) if usage is not None else None, "user": asked.user,
-            "metadata": asked.metadata or {},
+            "output": output, "previous_response_id": None, "store": False, "truncation": "disabled",
+            "usage": usage_of(usage) if usage is not None else None, **self._told_back,
         }  # fmt: skip
+
+
+def told_back(asked: ResponsesRequest) -> dict[str, msgspec.Raw]:
+    """What a response repeats of its request: as bytes, which are no more than the client sent."""
+    said = {
+        "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens, "model": asked.model,
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
+        "temperature": asked.temperature, "text": {"format": {"type": "text"}} if asked.text is None else asked.text,
+        "tool_choice": asked.tool_choice or "auto", "tools": asked.tools or [], "top_p": asked.top_p, "user": asked.user,
+        "metadata": asked.metadata or {},
+    }  # fmt: skip
+    return {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in said.items()}
 
 
 def text_part(text: str) -> dict[str, Any]:

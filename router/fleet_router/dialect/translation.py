@@ -65,7 +65,7 @@ class Translation(ABC):
     """Where it goes at a worker; another one than chat's is served by one worker alone."""
     stream: bool = False
     fields: dict[str, Any]
-    """Of the request that a worker gets."""
+    """Of the request that a worker gets, until that is made."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -79,8 +79,14 @@ class Translation(ABC):
         self.complete = False
         """The client has the last event of a stream."""
 
-    def body(self) -> bytes:
-        """The worker's request."""
+    def take_body(self) -> bytes:
+        """The worker's request, once: the parsed form is let go, which is several times as large, is counted by nobody, and would
+        wait for a worker with the request."""
+        body = self._body()
+        self.fields = {}
+        return body
+
+    def _body(self) -> bytes:
         return msgspec.json.encode(self.fields)
 
     def feed(self, data: bytes) -> bytes:
@@ -135,9 +141,11 @@ class ChatTranslation(Translation):
         """An event came: [DONE] alone is no answer."""
         self._last = b""
         """The last event with a choice in it."""
+        self._may_call = False
+        """It has tools."""
 
-    def body(self) -> bytes:
-        """The chat request."""
+    def _body(self) -> bytes:
+        self._may_call = "tools" in self.fields
         options = {"stream_options": {"include_usage": True}} if self.stream else {}
         return msgspec.json.encode({**self.fields, "stream": self.stream, **options})
 
@@ -175,7 +183,7 @@ class ChatTranslation(Translation):
     def _done(self) -> bytes:
         """The worker says that this is all. In the middle of an answer it is not, and another worker may carry it on; where
         functions may be called older vLLM left out a last event in which its parser found nothing to say."""
-        if self.ends.said and "tools" not in self.fields and goes_on(self._last):
+        if self.ends.said and not self._may_call and goes_on(self._last):
             self.broke = UNENDED
             return b""
         self.complete = self._spoken
