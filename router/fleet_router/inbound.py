@@ -18,7 +18,7 @@ from fleet_router.ask import APART_BYTES
 from fleet_router.config import HttpBounds
 from fleet_router.errors import RequestError
 from fleet_router.hints import kept_of
-from fleet_router.receiving import Receiving
+from fleet_router.receiving import Receiving, fewer
 from fleet_router.repeated import Repeated, around_length, usual_parts, worth_learning
 
 HOST: Final = re.compile(rb"^[A-Za-z0-9._\-]+(:\d{1,5})?\Z|^\[[0-9a-fA-F:.]+\](:\d{1,5})?\Z")
@@ -32,8 +32,6 @@ ASKED_BY: Final[frozenset[bytes]] = frozenset({b"authorization", b"x-api-key", b
 """Headers that say who asks and how urgently; none of them goes to a worker."""
 KEPT: Final = LOOKED_AT | ASKED_BY
 NOTHING_KEPT: Final[dict[bytes, bytes]] = {}
-PIECES_MOST: Final = 8_192
-"""Of a body, kept apart: each takes some 50 bytes beside its own."""
 HEADS_MOST: Final = 256
 """Of connections' first requests; 2 MB at most."""
 NO_ROOM: Final = "too many long requests are being received at the moment"
@@ -439,8 +437,7 @@ class Inbound:
         if self.current is not None:
             pieces = self.current.body
             pieces.append(body)
-            if len(pieces) >= PIECES_MOST:
-                self.current.body = [b"".join(pieces)]
+            self.current.body = fewer(pieces, self._body_bytes)
 
     def on_message_complete(self) -> None:
         """The request is whole."""

@@ -190,7 +190,7 @@ class Responses(ChatTranslation):
 
 
 def told_back(asked: ResponsesRequest) -> dict[str, msgspec.Raw]:
-    """What a response repeats of its request: as bytes, which are no more than the client sent."""
+    """What a response repeats of its request: as bytes, which take a fraction of what was parsed."""
     said = {
         "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens, "model": asked.model,
         "parallel_tool_calls": asked.parallel_tool_calls is not False,

@@ -23,7 +23,8 @@ from fleet_router.errors import RequestError
 from fleet_router.explain.route import ASKED
 from fleet_router.explain.shown import header as decision_header
 from fleet_router.hints import hints_of, kept_of
-from fleet_router.inbound import ASKED_BY, PIECES_MOST, REQUEST_ID, Incoming, asked_by
+from fleet_router.inbound import ASKED_BY, REQUEST_ID, Incoming, asked_by
+from fleet_router.receiving import fewer
 from fleet_router.request import parse_alone, parse_body
 from fleet_router.workers import Worker
 
@@ -191,8 +192,7 @@ class Exchange:
             yield self._refused(RequestError(413, f"the body is larger than {most} bytes"))
             return
         self._body.append(piece.body)
-        if len(self._body) >= PIECES_MOST:
-            self._body = [b"".join(self._body)]
+        self._body = fewer(self._body, self._body_bytes)
         if piece.end_of_stream or self._modes[0] == BUFFERED:  # which comes at once, and trailers only when it was answered
             async for said in self._decide(end=True):
                 yield said
