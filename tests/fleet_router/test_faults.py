@@ -250,7 +250,7 @@ def test_a_bug_in_how_a_request_is_read_ends_that_one_and_not_those_behind_it(mo
         def fails(*_: Any) -> Any:
             raise KeyError("ours")
 
-        monkeypatch.setattr("fleet_router.dialect.messages.Messages.body", fails, raising=False)
+        monkeypatch.setattr("fleet_router.dialect.messages.Messages.take_body", fails)
         reader, writer, _ = await rig.connect()
         writer.write(http({"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}, path="/v1/messages"))
         status, headers, _ = await answer_of(reader)
