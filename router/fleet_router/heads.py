@@ -1,11 +1,11 @@
-"""Heads of answers: a worker's header fields as the client gets them."""
+"""Heads of answers: a worker's header fields as the client gets them, and those of answers that are our own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
 
-from fleet_router.errors import PHRASES
+from fleet_router.errors import PHRASES, RETRY_AFTER_S
 
 HOP_HEADERS: Final = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"server", b"date", b"x-request-id"}
@@ -21,6 +21,17 @@ def status_line(status: int) -> bytes:
 
 
 STATUS_LINES: Final = {status: status_line(status) for status in PHRASES}
+
+
+def own_head(status: int, request_id: str, size_bytes: int, headers: str, kind: bytes, *, keep_alive: bool) -> bytes:
+    """Of an answer that no worker gave. `headers`: each with its line break behind it; `kind`: its content type."""
+    head = f"HTTP/1.1 {status} {PHRASES.get(status, 'Status')}\r\nx-request-id: {request_id}\r\n"
+    head += f"content-length: {size_bytes}\r\n{headers}"
+    if status == 503 and "retry-after" not in headers:
+        head += f"retry-after: {RETRY_AFTER_S}\r\n"
+    if not keep_alive:
+        head += "connection: close\r\n"
+    return head.encode() + b"content-type: " + kind + b"\r\n\r\n"
 
 
 def add_kept(lines: list[bytes], headers: Sequence[tuple[bytes, bytes]]) -> None:

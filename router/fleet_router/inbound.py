@@ -18,7 +18,7 @@ from fleet_router.ask import APART_BYTES
 from fleet_router.config import HttpBounds
 from fleet_router.errors import RequestError
 from fleet_router.hints import kept_of
-from fleet_router.receiving import Receiving, fewer
+from fleet_router.receiving import NO_ROOM, Receiving, fewer
 from fleet_router.repeated import Repeated, around_length, usual_parts, worth_learning
 
 HOST: Final = re.compile(rb"^[A-Za-z0-9._\-]+(:\d{1,5})?\Z|^\[[0-9a-fA-F:.]+\](:\d{1,5})?\Z")
@@ -32,9 +32,12 @@ ASKED_BY: Final[frozenset[bytes]] = frozenset({b"authorization", b"x-api-key", b
 """Headers that say who asks and how urgently; none of them goes to a worker."""
 KEPT: Final = LOOKED_AT | ASKED_BY
 NOTHING_KEPT: Final[dict[bytes, bytes]] = {}
+SLICE_BYTES: Final = 4_096
+"""So much is parsed at once, but for a body that says how long it is."""
+AHEAD_MOST: Final = 16
+"""With so many requests whole, no more are parsed: one takes ten times its bytes."""
 HEADS_MOST: Final = 256
 """Of connections' first requests; 2 MB at most."""
-NO_ROOM: Final = "too many long requests are being received at the moment"
 _PROCESS: Final = uuid4().hex[:16]
 _BYTES: Final = [f"{byte:02x}" for byte in range(256)]
 
@@ -219,6 +222,7 @@ class Inbound:
         "_heads",
         "_held_bytes",
         "_hosts",
+        "_length",
         "_misses",
         "_parser",
         "_receiving",
@@ -227,6 +231,7 @@ class Inbound:
         "error",
         "in_body",
         "known",
+        "looked_at",
         "owes_continue",
         "requests",
     )  # fmt: skip
@@ -241,30 +246,47 @@ class Inbound:
         """The head that came last, where it may come again."""
         self._misses = 0
         self._bounds, self._wanted = HttpBounds(), frozenset[bytes]()
-        self._framing = self._hosts = 0
+        self._framing = self._hosts = self._length = 0
+        """Headers that say how long the body is, Host headers, and that length: 0 where none was told."""
         self.requests: deque[Incoming] = deque()
         """Whole requests that nobody has taken yet; they came in one packet."""
         self.current: Incoming | None = None
         """The request that is being received."""
         self.error: RequestError | None = None
         """What is wrong with `current`: the answer after those of `requests`, and the last one."""
-        self.in_body = False
+        self.in_body = self.looked_at = False
+        """The head of `current` is whole; whether it was asked who sends it, which others do."""
         self._head_bytes = self._body_bytes = 0
         """Of the head of `current` so far, or of what stands between and behind the chunks of its body (-1 in the packet in which
         it begins), and of that body."""
         self.owes_continue = False
         """The client of `current` waits for 100 Continue before it sends the body."""
 
-    def feed(self, data: bytes, bounds: HttpBounds, wanted: frozenset[bytes] = frozenset()) -> None:
-        """Read; never raises. `wanted`: headers to keep, by lower-case name."""
+    def feed(self, data: bytes, bounds: HttpBounds, wanted: frozenset[bytes] = frozenset()) -> bytes:
+        """Read; never raises. `wanted`: headers to keep, by lower-case name. Returns what was not read, because enough requests
+        wait already: it is to come again when nobody waits for these any more."""
         begins = self.current is None
         if begins:
             self._bounds, self._wanted = bounds, wanted  # those that hold when a request begins hold to its end
-        self._parse(_without_offer(data) if begins else data)
+        parsed = _without_offer(data) if begins else data
+        rest = self._parse_slices(parsed) if len(parsed) > SLICE_BYTES else self._parse(parsed)
         if self.current is not None or self._held_bytes:
             self._count_kept(self._body_bytes if self.current is not None and self.error is None else 0)
-        if begins and len(self.requests) == 1 and self.current is None and self.error is None:
+        if begins and len(self.requests) == 1 and self.current is None and self.error is None and not rest:
             self._learn(data, self.requests[0])
+        return rest
+
+    def _parse_slices(self, data: bytes) -> bytes:
+        """Packets may hold thousands of requests. Returns what is left of them."""
+        at = 0
+        while at < len(data) and self.error is None:
+            if len(self.requests) >= AHEAD_MOST:
+                return data[at:]
+            left = self._length - self._body_bytes if self.in_body else 0
+            until = at + max(SLICE_BYTES, left)
+            self._parse(data[at:until])
+            at = until
+        return b""
 
     def again(self, data: bytes, bounds: HttpBounds, wanted: frozenset[bytes]) -> Incoming | None:
         """The request in `data` where it has the same head as the one before, or as others of the process began with, and its
@@ -314,7 +336,13 @@ class Inbound:
             if self._misses == 1 and self._heads is not None:
                 self._heads.put(self.known, around)
 
-    def _parse(self, data: bytes) -> None:
+    def refuse(self, error: RequestError) -> None:
+        """Nothing more is read: an error that is told behind what is whole, and the last answer."""
+        self._fail(error)
+        self._count_kept(0)
+
+    def _parse(self, data: bytes) -> bytes:
+        """All of it: nothing is left."""
         if self._parser is None:
             self._parser = httptools.HttpRequestParser(self)
         had = self._body_bytes
@@ -331,6 +359,7 @@ class Inbound:
             self._fail(cause if isinstance(cause, RequestError) else RequestError(400, "malformed request"))
         except httptools.HttpParserError as error:
             self._fail(RequestError(400, f"malformed HTTP request: {error}"))
+        return b""
 
     def _count_fields(self, size: int, had: int) -> None:
         """The parser keeps a field until it is whole, however long it grows, and copies it each time: what comes in packets after
@@ -356,8 +385,8 @@ class Inbound:
     def on_message_begin(self) -> None:
         """A request begins."""
         self.current = Incoming()
-        self._hosts = self._framing = self._header_count = self._header_bytes = self._body_bytes = 0
-        self.in_body = self.owes_continue = False
+        self._hosts = self._framing = self._length = self._header_count = self._header_bytes = self._body_bytes = 0
+        self.in_body = self.looked_at = self.owes_continue = False
         self._head_bytes = -1
 
     def on_url(self, url: bytes) -> None:
@@ -392,6 +421,7 @@ class Inbound:
                 asked_by(self.current, lower, value)
         else:
             self._framing += check_framing(lower, value, self._bounds.body_bytes)
+            self._length = int(value) if lower == b"content-length" and value.isdigit() else self._length
 
     def _count_field(self, size: int) -> None:
         """The first one tells that the target is whole."""

@@ -11,47 +11,34 @@ from collections.abc import Callable
 from typing import Final, cast
 from urllib.parse import unquote
 
-from fleet_router.admission.gate import Ticket
 from fleet_router.admission.lanes import Entry
 from fleet_router.admission.tenants import Decisions
-from fleet_router.ask import Ask, Hints
-from fleet_router.cascade.climb import Climb, tier_of_all
+from fleet_router.cascade.climb import Climb, flow_of
 from fleet_router.closing import Lingering, ask_if_there, close, reset_by_client, unread
-from fleet_router.config import RouterConfig
+from fleet_router.config import HttpBounds
 from fleet_router.context import Context
 from fleet_router.desk import one_of, usable
-from fleet_router.dialect.routes import ALONE, COUNTING, TRANSLATED, error_body, translation_of
+from fleet_router.dialect.routes import ALONE, COUNTING, TRANSLATED, ask_of, error_body, translation_of
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import END, framed
-from fleet_router.errors import PHRASES, RETRY_AFTER_S, RequestError, leaving
+from fleet_router.errors import RequestError, leaving
 from fleet_router.explain.route import ASKED as EXPLAIN
 from fleet_router.explain.route import NOT_WATCHED, rights_of
-from fleet_router.explain.route import PATH as DECISIONS
 from fleet_router.explain.route import answer as decisions
 from fleet_router.flow import Flow
 from fleet_router.gathering import WITHIN_S, Gathering
+from fleet_router.heads import own_head
 from fleet_router.hints import hints_of
 from fleet_router.inbound import Inbound, Incoming
-from fleet_router.listening import PATH as HELD
 from fleet_router.listening import Listening, wait_of
+from fleet_router.paths import ADMIN, DECISIONS, GENERATE, HELD, KINDS, KNOWN, MODELS, OF_ALL, ONE_MODEL, PLAIN, WATCHED
+from fleet_router.receiving import NO_ROOM, Waiting
 from fleet_router.request import parse_alone, parse_body
 
-COMPLETIONS: Final = b"/v1/completions"
-CHAT: Final = b"/v1/chat/completions"
-GENERATE: Final = {COMPLETIONS: False, CHAT: True}
-MODELS: Final = b"/v1/models"
-ONE_MODEL: Final = b"/v1/models/"
-PLAIN: Final = {MODELS, b"/health", b"/ready", b"/metrics"}
-WATCHED: Final = {b"/metrics", HELD}
-"""What names tenants, and what wakes when they come."""
-OF_ALL: Final = {b"/ready", b"/metrics"}
-"""Where several processes share the port, the answer is theirs together."""
-ADMIN: Final = {*PLAIN, HELD, DECISIONS} - {MODELS}
-KINDS: Final = {b"/metrics": b"text/plain; version=0.0.4", DECISIONS: b"application/json"}
-KNOWN: Final = {*GENERATE, *TRANSLATED, *ALONE, *PLAIN, HELD, DECISIONS}
 WAITING_BYTES: Final = 65_536
 """Above this nothing more is read from a client whose request is running."""
-HIGH_WATER_BYTES: Final = 256 * 1024
+HIGH_WATER_BYTES: Final = 65_536
+"""Of answers that their client has not taken: above this no more are made for it, and its worker waits."""
 DRAIN_IDLE_S: Final = 1.0
 """How long an idle connection is kept while the router drains: a request may be on its way."""
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -79,7 +66,7 @@ class ClientConnection:
         self._inbound = Inbound(context.heads, context.receiving)
         self._request = NOBODY
         """The one that is being answered, or was last."""
-        self._waiting = bytearray()
+        self._waiting = Waiting(context.receiving)
         self._translation: Translation | None = None
         """Of the request that is being answered."""
         self._half_closed = False
@@ -124,6 +111,7 @@ class ClientConnection:
         self._connections.discard(self)
         self._transport = None
         self._inbound.drop()
+        self._waiting.take()
         flow, self.flow = self.flow, None
         if flow is not None:
             flow.cancel()
@@ -168,17 +156,26 @@ class ClientConnection:
                 self._lingering.read(len(data))
             return
         if self.flow is not None or self._unread:
-            self._waiting += data
-            if len(self._waiting) > WAITING_BYTES and self._transport is not None:
-                self._transport.pause_reading()
+            self._wait(data)
             return
         inbound, context = self._inbound, self._context
         request = inbound.again(data, context.config.bounds, context.wanted)
         if request is not None:
             self._answer(request)
         else:
-            inbound.feed(data, context.config.bounds, context.wanted)
+            self._wait(inbound.feed(data, context.config.bounds, context.wanted))
             self._answer_next()
+
+    def _wait(self, data: bytes) -> None:
+        """Bytes that are read when what is before them was answered."""
+        if not data or self._inbound.error is not None:
+            return
+        if not self._waiting.add(data, self._context.config.bounds.receiving_bytes):
+            self._inbound.refuse(RequestError(503, NO_ROOM, code="receiving"))
+        elif len(self._waiting) <= WAITING_BYTES:
+            return
+        if self._transport is not None:
+            self._transport.pause_reading()
 
     # -- requests ---------------------------------------------------------------------------------------------------
     def _answer(self, request: Incoming) -> None:
@@ -213,9 +210,8 @@ class ClientConnection:
                 self._request = inbound.current or Incoming()
                 self._answer_error(inbound.error)
             elif self._waiting:
-                data, self._waiting = bytes(self._waiting), bytearray()
                 self._transport.resume_reading()
-                inbound.feed(data, self._context.config.bounds, self._context.wanted)
+                self._wait(inbound.feed(self._waiting.take(), self._context.config.bounds, self._context.wanted))
             else:
                 self._wait_for_more()
                 return
@@ -230,15 +226,36 @@ class ClientConnection:
         elif self._inbound.current is not None:
             if self.begun_at is None:
                 self.begun_at = self._context.clock()
-            if self._inbound.owes_continue and self._inbound.in_body and self._transport is not None:
-                self._inbound.owes_continue = False
-                self.write(CONTINUE)
+            if self._inbound.in_body and not self._inbound.looked_at:
+                self._begin_body(self._inbound.current)
+
+    def _begin_body(self, request: Incoming) -> None:
+        """Its head is whole, its body is not: of whom nobody knows it is not read."""
+        self._inbound.looked_at = True
+        try:
+            self._check_port(request.path)
+            self._context.desk.entry(request.key)
+        except RequestError as error:
+            self._request = request
+            self._record_refused(error)
+            self._answer_error(error)
+            return
+        if self._inbound.owes_continue:
+            self.write(CONTINUE)
+
+    def _check_port(self, path: bytes) -> None:
+        if self._admin and path not in ADMIN:
+            raise RequestError(404, "this port is for probes and scrapes: requests go to the other one")
+
+    def _record_refused(self, error: RequestError) -> None:
+        request, context = self._request, self._context
+        path = request.path if request.path in KNOWN else b""
+        context.recorder.refused(request.request_id, path, context.desk.tenant_of(request.key), error)
 
     def _dispatch(self, request: Incoming) -> None:
         method, path = request.method, request.path
         try:
-            if self._admin and path not in ADMIN:
-                raise RequestError(404, "this port is for probes and scrapes: requests go to the other one")
+            self._check_port(path)
             if path in GENERATE or path in TRANSLATED or path in ALONE:
                 self._need(method, b"POST")
                 self._generate(request, path)
@@ -264,8 +281,7 @@ class ClientConnection:
             else:
                 raise RequestError(404, f"no such path: {path[:200].decode('latin-1')}")
         except RequestError as error:
-            tenant = self._context.desk.tenant_of(request.key)
-            self._context.recorder.refused(request.request_id, path if path in KNOWN else b"", tenant, error)
+            self._record_refused(error)
             self._answer_error(error, keep_alive=True)
         except Exception as error:  # a bug of ours: whoever asked is told, and other requests go on
             self._context.desk.faults.end(error, self._answer_error if self.flow is None else self.fail, request.request_id)
@@ -312,39 +328,21 @@ class ClientConnection:
         if path in GENERATE:
             ask = parse_body(body, GENERATE[path], lane.config, begins)
         elif (translation := translation_of(path, body, request.request_id)) is not None:
-            path, ask = translation.path, self._translated(translation, lane.config)
+            translation.ends = self._context.ends
+            path, ask = translation.path, ask_of(translation, lane.config)
         else:
             ask = parse_alone(body, lane.config, counts=path in COUNTING)
         self._translation = translation
         ask, ticket = desk.admit(lane, ask, request.slo_ttft_ms)
         try:
             hints = hints_of(self._context.config, lane.slo_class, request.kept) if request.kept else lane.hints
-            self.flow = flow = self._flow_of(path, ask, ticket, hints)
+            self.flow = flow = flow_of(self._context, self, path, ask, ticket, translation, hints)
         except BaseException:
             desk.forget(ticket)
             raise
         if EXPLAIN in request.kept:
             flow.record.shown = self._rights(desk.entry(request.key), request) != "none"
         desk.start(ticket, flow)
-
-    def _flow_of(self, path: bytes, ask: Ask, ticket: Ticket, hints: Hints) -> Flow | Climb:
-        context, translation = self._context, self._translation
-        cascade = context.config.cascade
-        if cascade is None:
-            return Flow(context, self, path, ask, ticket, translation, hints)
-        tier = tier_of_all(context.config, cascade, ask, context.table.tokens_of(ask.prompt), hints)
-        if not tier:
-            return Climb(context, self, path, ask, ticket, translation, hints, cascade)
-        return Flow(context, self, path, ask, ticket, translation, hints.of_tier(tier))
-
-    def _translated(self, translation: Translation, config: RouterConfig) -> Ask:
-        translation.ends = self._context.ends
-        try:
-            if translation.path == CHAT:
-                return parse_body(translation.take_body(), True, config)
-            return parse_alone(translation.take_body(), config, counts=translation.path in COUNTING)
-        except RequestError as error:
-            raise translation.renamed(error) from error
 
     def _gather(self, url: bytes, wait_s: float = 0.0) -> None:
         if self._context.gather is not None:
@@ -371,14 +369,8 @@ class ClientConnection:
         if self._transport is None:
             return
         keep_alive = keep_alive and self._request.keep_alive and not self._context.draining
-        head = f"HTTP/1.1 {status} {PHRASES.get(status, 'Status')}\r\nx-request-id: {self.request_id}\r\n"
-        head += f"content-length: {len(body)}\r\n{headers}"
-        if status == 503 and "retry-after" not in headers:
-            head += f"retry-after: {RETRY_AFTER_S}\r\n"
-        if not keep_alive:
-            head += "connection: close\r\n"
-        head_only = self._request.method == b"HEAD"
-        self.write(head.encode() + b"content-type: " + kind + b"\r\n\r\n" + (b"" if head_only else body))
+        head = own_head(status, self.request_id, len(body), headers, kind, keep_alive=keep_alive)
+        self.write(head if self._request.method == b"HEAD" else head + body)
         self._answered(keep_alive)
 
     def _answered(self, keep_alive: bool) -> None:
@@ -393,8 +385,7 @@ class ClientConnection:
         """What was written still goes out; what comes is nobody's. A client that asked for the end sends no more; any other may
         have sent before it hears of the end. `idle`: it has no request, and was not told."""
         self._closed_at = now = self._context.clock()
-        more = (self._inbound.drop() or bool(self._waiting) or self._request.keep_alive) and not self._half_closed
-        self._waiting.clear()
+        more = (self._inbound.drop() or bool(self._waiting.take()) or self._request.keep_alive) and not self._half_closed
         if self._transport is not None:
             self._context.outbox.flush()
             self._lingering = close(self._transport, self._context.config.bounds, now, more=more, idle=idle)
@@ -456,6 +447,13 @@ class ClientConnection:
                 self.abort()
             elif now > self.flow.deadline:
                 self.flow.expire(now)
+        else:
+            self._sweep_without_flow(now, bounds)
+
+    def _sweep_without_flow(self, now: float, bounds: HttpBounds) -> None:
+        if self._unread:
+            if now - self.idle_since > bounds.stalled_client_s:
+                self.abort()
         elif self.begun_at is not None:
             limit = bounds.body_deadline_s if self._inbound.in_body else bounds.header_deadline_s
             if now - self.begun_at > limit:

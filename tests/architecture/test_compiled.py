@@ -19,6 +19,7 @@ CROSS_NEVER = {
     ("repeated", "data[self._at:body_at - len(self.after)]"),  # the head was recognised: digits stand between
     ("repeated", "message[found.end(1):end]"),  # the match ends before `end`
     ("repeated", "data[self._at:self._size]"),  # digits and what follows them stood between, in the message that was seen last
+    ("inbound", "data[at:until]"),  # SLICE_BYTES later, at least
     ("longtext", "body[begin:begin + whole]"),
     ("longtext", "body[begins:start]"),  # the text was looked for from `begins` on
     ("admission/usage", "tail[at:at + USUAL_MOST_BYTES]"),

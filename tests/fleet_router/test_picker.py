@@ -314,3 +314,44 @@ def test_a_body_that_comes_in_small_pieces_takes_no_more_memory_than_it_has_byte
         assert b"".join(exchange._body) == b" " * 20_000
 
     run(go, prefill=0, config=msgspec.structs.replace(CONFIG, bounds=HttpBounds(body_bytes=100_000)))
+
+
+def test_behind_a_gateway_too_bodies_in_part_have_a_bound_together():
+    async def go(rig: Rig) -> None:
+        known(rig)
+        receiving, piece = rig.context.receiving, body_of(b"x" * 60_000)
+        piece.request_body.end_of_stream = False
+        exchanges = [Exchange(rig.context) for _ in range(3)]
+        for exchange in exchanges:
+            assert [said async for said in exchange._headers(head_of())] == []
+            assert [said async for said in exchange._piece(piece.request_body)] == []
+        assert receiving.bytes == 180_000
+        (told,) = [said async for said in exchanges[0]._piece(piece.request_body)]
+        assert told.immediate_response.status.code == 503
+        assert json.loads(told.immediate_response.body)["error"]["code"] == "receiving"
+        assert (receiving.bytes, receiving.refused) == (120_000, 1)
+        assert [said async for said in exchanges[0]._piece(piece.request_body)] == []
+        exchanges[1].gone()
+        assert receiving.bytes == 60_000
+        piece.request_body.end_of_stream, piece.request_body.body = True, b""
+        (told,) = [said async for said in exchanges[2]._piece(piece.request_body)]
+        assert (told.immediate_response.status.code, receiving.bytes) == (400, 0)
+        for exchange in exchanges:
+            exchange.gone()
+        assert receiving.bytes == 0
+
+    run(go, prefill=0, config=msgspec.structs.replace(CONFIG, bounds=HttpBounds(receiving_bytes=200_000)))
+
+
+def test_behind_a_gateway_no_body_is_kept_of_whom_nobody_knows():
+    async def go(rig: Rig) -> None:
+        known(rig)
+        head = head_of()
+        del head.request_headers.headers.headers[-1]
+        exchange, piece = Exchange(rig.context), body_of(b"x" * 60_000)
+        (told,) = [said async for said in exchange._headers(head)]
+        assert told.immediate_response.status.code == 401
+        assert [said async for said in exchange._piece(piece.request_body)] == []
+        assert (exchange._body, rig.context.receiving.bytes, rig.context.desk.refused_keys) == ([], 0, 1)
+
+    run(go, prefill=0)

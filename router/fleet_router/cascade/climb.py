@@ -282,3 +282,16 @@ def _whole(head: bytes, told: bytes) -> bytes:
     if CHUNKED in head.lower():
         return head + HEAD_END + framed(told) + END
     return LENGTH.sub(b"\\g<1>%d" % len(told), head) + HEAD_END + told
+
+
+def flow_of(
+    context: Context, client: Client, path: bytes, ask: Ask, ticket: Ticket, translation: Translation | None, hints: Hints,
+) -> Flow | Climb:  # fmt: skip
+    """What carries a request that has its ticket."""
+    cascade = context.config.cascade
+    if cascade is None:
+        return Flow(context, client, path, ask, ticket, translation, hints)
+    tier = tier_of_all(context.config, cascade, ask, context.table.tokens_of(ask.prompt), hints)
+    if not tier:
+        return Climb(context, client, path, ask, ticket, translation, hints, cascade)
+    return Flow(context, client, path, ask, ticket, translation, hints.of_tier(tier))

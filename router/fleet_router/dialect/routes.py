@@ -7,11 +7,14 @@ from typing import Final
 
 import msgspec
 
+from fleet_router.ask import Ask
+from fleet_router.config import RouterConfig
 from fleet_router.dialect.count import CountTokens
 from fleet_router.dialect.messages import Messages, error_object
 from fleet_router.dialect.responses import Responses
-from fleet_router.dialect.translation import Translation
+from fleet_router.dialect.translation import CHAT, Translation
 from fleet_router.errors import RequestError, error_json
+from fleet_router.request import parse_alone, parse_body
 
 ANTHROPIC: Final = b"/v1/messages"
 TRANSLATED: Final[Mapping[bytes, type[Messages] | type[Responses] | type[CountTokens]]] = {
@@ -27,6 +30,16 @@ def translation_of(path: bytes, body: bytes, request_id: str) -> Translation | N
     """None for paths that workers know; RequestError 400."""
     kind = TRANSLATED.get(path)
     return kind(body, request_id) if kind is not None else None
+
+
+def ask_of(translation: Translation, config: RouterConfig) -> Ask:
+    """The request that a worker gets; RequestError 400 in the client's words. It can be made once."""
+    try:
+        if translation.path == CHAT:
+            return parse_body(translation.take_body(), True, config)
+        return parse_alone(translation.take_body(), config, counts=translation.path in COUNTING)
+    except RequestError as error:
+        raise translation.renamed(error) from error
 
 
 def error_body(url: bytes, error: RequestError, request_id: str) -> bytes:

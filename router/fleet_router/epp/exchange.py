@@ -24,7 +24,7 @@ from fleet_router.explain.route import ASKED
 from fleet_router.explain.shown import header as decision_header
 from fleet_router.hints import hints_of, kept_of
 from fleet_router.inbound import ASKED_BY, REQUEST_ID, Incoming, asked_by
-from fleet_router.receiving import fewer
+from fleet_router.receiving import NO_ROOM, fewer
 from fleet_router.request import parse_alone, parse_body
 from fleet_router.workers import Worker
 
@@ -116,6 +116,8 @@ class Exchange:
     async def _headers(self, message: Any) -> AsyncIterator[Any]:
         try:
             self._read(message)
+            if not message.request_headers.end_of_stream:
+                self._context.desk.entry(self._request.key)  # of whom nobody knows no body is kept
         except RequestError as error:
             yield self._refused(error)
             return
@@ -186,16 +188,32 @@ class Exchange:
     async def _piece(self, piece: Any) -> AsyncIterator[Any]:
         if not self._comes:
             return
-        self._body_bytes += len(piece.body)
-        most = self._context.config.bounds.body_bytes
-        if self._body_bytes > most:
-            yield self._refused(RequestError(413, f"the body is larger than {most} bytes"))
+        if (error := self._keep(piece.body)) is not None:
+            yield self._refused(error)
             return
-        self._body.append(piece.body)
-        self._body = fewer(self._body, self._body_bytes)
         if piece.end_of_stream or self._modes[0] == BUFFERED:  # which comes at once, and trailers only when it was answered
             async for said in self._decide(end=True):
                 yield said
+
+    def _keep(self, data: bytes) -> RequestError | None:
+        """A piece of the body; why it is not kept."""
+        before, bounds = self._body_bytes, self._context.config.bounds
+        size = before + len(data)
+        if size > bounds.body_bytes:
+            return RequestError(413, f"the body is larger than {bounds.body_bytes} bytes")
+        if not self._context.receiving.room(before, size, bounds.receiving_bytes):
+            self._body_bytes = 0
+            return RequestError(503, NO_ROOM, code="receiving")
+        self._body.append(data)
+        self._body, self._body_bytes = fewer(self._body, size), size
+        return None
+
+    def _taken(self) -> bytes:
+        """The body, which is no longer kept here."""
+        body, self._body = b"".join(self._body), []
+        self._context.receiving.bytes -= self._body_bytes
+        self._body_bytes = 0
+        return body
 
     async def _trailers(self, kind: str) -> AsyncIterator[Any]:
         """Where there are any, no piece of a body was the last one."""
@@ -210,9 +228,8 @@ class Exchange:
     async def _decide(self, *, end: bool) -> AsyncIterator[Any]:
         """The request is whole; `end`: nothing comes behind its body."""
         self._comes = False
-        body, self._body = b"".join(self._body), []
         try:
-            self._begin(body)
+            self._begin(self._taken())
         except RequestError as error:
             yield self._refused(error)
             return
@@ -253,6 +270,7 @@ class Exchange:
 
     def _refused(self, error: RequestError) -> Any:
         self._comes = False
+        self._taken()
         if self.flow is None:  # else its record tells
             path = self._request.url.split(b"?", 1)[0]
             self._context.metrics.requests[error.status] += 1
@@ -305,6 +323,7 @@ class Exchange:
 
     def gone(self) -> None:
         """The gateway has ended the exchange."""
+        self._taken()
         if self.flow is not None and not self.flow.done:
             self.flow.cancel()
 

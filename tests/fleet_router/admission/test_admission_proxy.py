@@ -463,7 +463,7 @@ def test_a_request_that_cannot_be_read_after_all_gives_its_slot_back(monkeypatch
         for _ in range(3):
             assert b" 400 " in (await rig.raw(http(bad, KEY, "connection: close"))).partition(b"\r\n")[0]
         if not COMPILED:  # there a class of another module is no name that could stand for something else
-            monkeypatch.setattr("fleet_router.server.Flow", _breaks)
+            monkeypatch.setattr("fleet_router.cascade.climb.Flow", _breaks)
             for _ in range(3):
                 assert b" 500 " in (await rig.raw(http(ask(prompt="a"), KEY, "connection: close"))).partition(b"\r\n")[0]
             monkeypatch.undo()
