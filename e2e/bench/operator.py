@@ -84,7 +84,8 @@ class Rest:
     idle_writes: int
     idle_cpu: float
     restart_s: float = 0.0
-    restart_writes: int = 0
+    restart_writes: Writes | None = None
+    """Of one that found a worker gone: what brings that one back, and of the other fleets nothing."""
 
 
 @asynccontextmanager
@@ -267,7 +268,7 @@ async def restart(plane: KwokPlane, cluster: KubeCluster, operator: Service, kub
         if time.monotonic() - begun > SETTLE_MOST_S:
             raise TimeoutError(f"the pod was not replaced: {again.tail(1_000)}")
     rest.restart_s = max(time.monotonic(), await at_rest(again, into.errors)) - begun
-    rest.restart_writes = writes_of(plane.audited(mark)).total
+    rest.restart_writes = writes_of(plane.audited(mark))
     into.rss_mb = max(into.rss_mb, peak_rss_mb(again.pid))
 
 
@@ -309,6 +310,8 @@ def main() -> int:
             theirs.append(asyncio.run(reference(fleets, spec)))
     figures = summary(fleets, mine, theirs, rest)
     report(("figure", "operator", "goal"), rows(figures), figures)
+    if rest is not None and rest.restart_writes is not None:
+        print("writes after the restart:", dict(rest.restart_writes.sent), file=sys.stderr)
     for one in mine:
         print("writes:", dict(one.writes.sent), "refused:", dict(one.writes.refused), file=sys.stderr)
         for error in one.errors:
@@ -341,7 +344,7 @@ def summary(fleets: int, mine: list[Ours], theirs: list[Theirs], rest: Rest) -> 
         "ready_reconcile_ms_per_event": middle([one.ready_reconcile_ms for one in mine], 3),
         "ready_event_writes": middle([float(one.ready_event_writes) for one in mine]),
         "restart_s": round(rest.restart_s, 2),
-        "restart_writes": rest.restart_writes,
+        "restart_writes": rest.restart_writes.total if rest.restart_writes is not None else None,
         "rounds": len(mine),
         "errors": sum(len(one.errors) for one in mine),
     }

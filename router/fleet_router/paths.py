@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from fleet_router import listening
 from fleet_router.dialect.routes import ALONE, TRANSLATED
-from fleet_router.explain import route
+from fleet_router.explain.route import PATH as DECISIONS
+from fleet_router.listening import PATH as HELD
 
 COMPLETIONS: Final = b"/v1/completions"
 CHAT: Final = b"/v1/chat/completions"
 GENERATE: Final = {COMPLETIONS: False, CHAT: True}
-DECISIONS: Final = route.PATH
-HELD: Final = listening.PATH
 MODELS: Final = b"/v1/models"
 ONE_MODEL: Final = b"/v1/models/"
 PLAIN: Final = {MODELS, b"/health", b"/ready", b"/metrics"}

@@ -24,14 +24,16 @@ from fleet_router.ending import END, framed
 from fleet_router.errors import RequestError, leaving
 from fleet_router.explain.route import ASKED as EXPLAIN
 from fleet_router.explain.route import NOT_WATCHED, rights_of
+from fleet_router.explain.route import PATH as DECISIONS
 from fleet_router.explain.route import answer as decisions
 from fleet_router.flow import Flow
 from fleet_router.gathering import WITHIN_S, Gathering
 from fleet_router.heads import own_head
 from fleet_router.hints import hints_of
 from fleet_router.inbound import Inbound, Incoming
+from fleet_router.listening import PATH as HELD
 from fleet_router.listening import Listening, wait_of
-from fleet_router.paths import ADMIN, DECISIONS, GENERATE, HELD, KINDS, KNOWN, MODELS, OF_ALL, ONE_MODEL, PLAIN, WATCHED
+from fleet_router.paths import ADMIN, GENERATE, KINDS, KNOWN, MODELS, OF_ALL, ONE_MODEL, PLAIN, WATCHED
 from fleet_router.receiving import NO_ROOM, Waiting
 from fleet_router.request import parse_alone, parse_body
 
