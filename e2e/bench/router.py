@@ -4,10 +4,11 @@
 CPU is user and system time of the router's processes. A chunk's cost is the slope between short and long streams, twice: flooded
 (the worker writes all events at once: what handling an event costs) and paced (an event per stream every 5 ms: on top of it one
 wake-up, one receive and one send of the kernel per event, the same for every router). Rounds alternate the order; figures are
-medians, ratios medians of the rounds' ratios. TTFT p99 is of all rounds' streams together, some 4,000: of one round's 448 it
-is the fifth slowest, which differed by a third from run to run. It is told twice: of all streams, of which one in seven is the
-first of 32 connections that come at once, and of those on connections that are kept, as clients with a pool have it. Whole
-answers are asked for with prompts of three sizes; streams have the middle one.
+medians, ratios medians of the rounds' ratios. TTFT p99 is of all rounds' streams together, some 10,000: of one round's it is the
+eleventh slowest, which differs by a third from round to round; how far its ratio goes when one round is left out is told with it.
+It is told twice: of all streams, of which one in seven is the first of 32 connections that come at once, and of those on
+connections that are kept, as clients with a pool have it. Whole answers are asked for with prompts of three sizes; streams have
+the middle one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 import urllib.request
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -41,6 +43,8 @@ WHOLE_REQUESTS = 2_000
 SIZED_REQUESTS = 1_000
 """Of each other size."""
 STREAMS = 224
+FIRSTS = 3
+"""Times more of the short ones, for their first tokens alone."""
 SHORT, LONG = 4, 44
 FLOODS = 192
 FLOOD_LONG = 244
@@ -51,6 +55,8 @@ COLLECTOR = "127.83.0.9:4318"
 """Of spans, in a process of its own, as collectors are: in a worker a batch of spans held up every worker's streams."""
 EVERYTHING, EVERYTHING_PD = "ours, everything on", "ours P/D, everything on"
 """Keys, quotas, classes, salt, runaway detection, and spans of every request that the rate allows."""
+COMPARED = frozenset({"no proxy", "ours", "envoy", EVERYTHING})
+"""By their first tokens."""
 WITH_KEYS = frozenset({EVERYTHING, EVERYTHING_PD})
 SHORT_WORDS, USUAL_WORDS, LONG_WORDS = (12, 20), (400, 180), (1_900, 860)
 """Of a prompt: those that a fiftieth of all share, and its own. About 0.2, 3.4 and 16 KB."""
@@ -67,9 +73,9 @@ class Figures:
     long_us: list[float] = field(default_factory=list)
     chunk_us: list[float] = field(default_factory=list)
     paced_us: list[float] = field(default_factory=list)
-    ttft_s: list[float] = field(default_factory=list)
-    """Of each stream of all rounds."""
-    ttft_kept_s: list[float] = field(default_factory=list)
+    ttft_s: list[list[float]] = field(default_factory=list)
+    """Of each stream."""
+    ttft_kept_s: list[list[float]] = field(default_factory=list)
     rss_mb: float = 0.0
     prefix_keys: int = 0
     errors: list[str] = field(default_factory=list)
@@ -77,12 +83,12 @@ class Figures:
     @property
     def ttft_p99_ms(self) -> float:
         """Of all streams."""
-        return p99(self.ttft_s) * 1e3
+        return p99([*chain.from_iterable(self.ttft_s)]) * 1e3
 
     @property
     def ttft_kept_p99_ms(self) -> float:
         """Of those on connections that had had an answer before."""
-        return p99(self.ttft_kept_s) * 1e3
+        return p99([*chain.from_iterable(self.ttft_kept_s)]) * 1e3
 
 
 def prompts(count: int, seed: int, words: tuple[int, int] = USUAL_WORDS) -> list[str]:
@@ -128,9 +134,11 @@ def one_round(proxy: Proxy, number: int, into: Figures) -> None:
     into.long_us.append(large_us)
     into.paced_us.append(slope(short_us, long_us, SHORT, LONG))
     into.chunk_us.append(slope(little_us, flood_us, SHORT, FLOOD_LONG))
-    into.ttft_s += [*short.ttft_s, *long.ttft_s]
-    into.ttft_kept_s += [*short.ttft_kept_s, *long.ttft_kept_s]
-    for outcome in (whole, small, large, short, long, little, flood):
+    more = range(FIRSTS if proxy.name in COMPARED else 0)
+    firsts = [run(proxy, requests(STREAMS, (7 + one) * 1_000 + number, SHORT), SHORT)[1] for one in more]
+    into.ttft_s.append([took for one in (short, long, *firsts) for took in one.ttft_s])
+    into.ttft_kept_s.append([took for one in (short, long, *firsts) for took in one.ttft_kept_s])
+    for outcome in (whole, small, large, short, long, little, flood, *firsts):
         into.errors += outcome.errors
     into.errors += wrong_pace(long.fastest_stream_s, flood.fastest_stream_s)
     if proxy.pid:
@@ -172,7 +180,18 @@ def ratio(mine: list[float], theirs: list[float]) -> float:
     return round(statistics.median(a / b for a, b in zip(mine, theirs, strict=True)), 3)
 
 
-def summary(found: dict[str, Figures]) -> dict[str, float | int | bool]:
+def tails(mine: list[list[float]], theirs: list[list[float]]) -> tuple[float, float, float]:
+    """(p99 over all rounds, ours ÷ theirs; the least and the most of it with one round left out)."""
+
+    def of(left_out: int) -> float:
+        both = ([took for number, one in enumerate(rounds) if number != left_out for took in one] for rounds in (mine, theirs))
+        return round(p99(next(both)) / p99(next(both)), 3)
+
+    without = [of(number) for number in range(len(mine))]
+    return of(-1), min(without), max(without)
+
+
+def summary(found: dict[str, Figures]) -> dict[str, float | int | bool | tuple[float, float, float]]:
     """The last line."""
     mine, disaggregated, direct, everything = found["ours"], found["ours P/D"], found["no proxy"], found[EVERYTHING]
     whole_pd, peer, plain = found[EVERYTHING_PD], found["sglang-router cache_aware"], found["envoy"]
@@ -194,16 +213,16 @@ def summary(found: dict[str, Figures]) -> dict[str, float | int | bool]:
         "everything_vs_envoy_16k": ratio(everything.long_us, plain.long_us),
         "everything_chunk_vs_envoy": ratio(everything.chunk_us, plain.chunk_us),
         "everything_chunk_paced_vs_envoy": ratio(everything.paced_us, plain.paced_us),
-        "everything_ttft_vs_envoy": round(everything.ttft_p99_ms / plain.ttft_p99_ms, 3),
-        "everything_ttft_kept_vs_envoy": round(everything.ttft_kept_p99_ms / plain.ttft_kept_p99_ms, 3),
+        "everything_ttft_vs_envoy": tails(everything.ttft_s, plain.ttft_s),
+        "everything_ttft_kept_vs_envoy": tails(everything.ttft_kept_s, plain.ttft_kept_s),
         "vs_sglang_cache_aware": ratio(mine.request_us, peer.request_us), "vs_envoy": ratio(mine.request_us, plain.request_us),
         "vs_sglang_short": ratio(mine.short_us, peer.short_us), "vs_envoy_short": ratio(mine.short_us, plain.short_us),
         "vs_sglang_16k": ratio(mine.long_us, peer.long_us), "vs_envoy_16k": ratio(mine.long_us, plain.long_us),
         "chunk_vs_sglang": ratio(mine.chunk_us, peer.chunk_us), "chunk_vs_envoy": ratio(mine.chunk_us, plain.chunk_us),
         "chunk_paced_vs_sglang": ratio(mine.paced_us, peer.paced_us),
         "chunk_paced_vs_envoy": ratio(mine.paced_us, plain.paced_us),
-        "ttft_vs_envoy": round(mine.ttft_p99_ms / plain.ttft_p99_ms, 3),
-        "ttft_kept_vs_envoy": round(mine.ttft_kept_p99_ms / plain.ttft_kept_p99_ms, 3),
+        "ttft_vs_envoy": tails(mine.ttft_s, plain.ttft_s),
+        "ttft_kept_vs_envoy": tails(mine.ttft_kept_s, plain.ttft_kept_s),
         "compiled": COMPILED, "rounds": len(mine.request_us), "errors": sum(len(figures.errors) for figures in found.values()),
     }  # fmt: skip
 

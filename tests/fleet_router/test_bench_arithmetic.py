@@ -22,6 +22,7 @@ from e2e.bench.router import (
     ratio,
     requests,
     slope,
+    tails,
     wrong_pace,
 )
 from e2e.bench.table import table
@@ -38,6 +39,13 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios_and_below_one_when_ours_is_c
 @pytest.mark.parametrize(("count", "expected"), [(1, 1.0), (100, 99.0), (200, 198.0)])
 def test_p99_is_a_value_that_was_measured(count: int, expected: float):
     assert p99([float(i) for i in range(count, 0, -1)]) == expected
+
+
+def test_the_ratio_of_tails_tells_what_one_round_does_to_it():
+    quiet, held_up = [1.0] * 99 + [2.0], [1.0] * 90 + [8.0] * 10
+    assert tails([quiet] * 4, [quiet] * 4) == (1.0, 1.0, 1.0)
+    assert tails([quiet, quiet, held_up], [quiet] * 3) == (8.0, 1.0, 8.0)
+    assert tails([quiet] * 3, [quiet, quiet, held_up]) == (0.125, 0.125, 1.0)
 
 
 def test_cpu_time_grows_with_work_and_memory_is_ours():
