@@ -113,7 +113,7 @@ def asked(url: str, seed: int) -> tuple[str, str]:
 
 
 def test_vllms_meet_before_a_client_needs_it(tmp_path: Path, engines: Engines):
-    """With blocks of 128 tokens nothing moved: the prompt was shorter than one, and the pair was said to have met."""
+    """What is said to have met has moved KV."""
     config = msgspec.structs.replace(CONFIG, prewarm=PrewarmBounds(pairs=4, timeout_s=60.0))
     before = engines.decode.metric(MOVED)
     with routed(tmp_path, [engines.prefill], engines.decode, config):

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from fleet_router.members import Member
     from fleet_router.workers import Worker
 
-PROMPT_CHARS: Final = 256
-"""Hexadecimal digits: two to four of them a token, some blocks of any engine's."""
+PROMPT_CHARS: Final = 1_024
+"""Hexadecimal digits: two to four of them a token, two blocks of the largest that an engine has (vLLM's on CPU are 128 tokens):
+a prompt without a whole one moves nothing, and the two have not met."""
 ANSWER_BYTES: Final = 1024 * 1024
 OK: Final = 200
 SERVER: Final = 500
