@@ -46,6 +46,25 @@ class Lingering:
             self._transport.close()
 
 
+class Taking:
+    """Whether the client of an answer that is complete takes some of it, however slowly: who reads all the time is not to be
+    cut off because the answer was long."""
+
+    __slots__ = ("_at", "_left_bytes")
+
+    def __init__(self) -> None:
+        self._at = 0.0
+        self._left_bytes = 0
+        """When it was last looked."""
+
+    def last(self, transport: asyncio.WriteTransport | None, now: float) -> float:
+        """When it was last seen to have taken some. Called twice a second."""
+        before, self._left_bytes = self._left_bytes, transport.get_write_buffer_size() if transport is not None else 0
+        if self._left_bytes < before:
+            self._at = now
+        return self._at
+
+
 def close(
     transport: asyncio.Transport, bounds: HttpBounds, now: float, *, more: bool, idle: bool = False
 ) -> Lingering | None:  # fmt: skip

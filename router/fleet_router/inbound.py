@@ -36,6 +36,8 @@ SLICE_BYTES: Final = 4_096
 """So much is parsed at once, but for a body that says how long it is."""
 AHEAD_MOST: Final = 16
 """With so many requests whole, no more are parsed: one takes ten times its bytes."""
+AHEAD_BYTES: Final = 65_536
+"""Nor when one is whole and so much was parsed: bodies of whole requests are counted by nobody."""
 HEADS_MOST: Final = 256
 """Of connections' first requests; 2 MB at most."""
 _PROCESS: Final = uuid4().hex[:16]
@@ -280,9 +282,10 @@ class Inbound:
         """Packets may hold thousands of requests. Returns what is left of them."""
         at = 0
         while at < len(data) and self.error is None:
-            if len(self.requests) >= AHEAD_MOST:
+            whole = len(self.requests)
+            if whole >= AHEAD_MOST or (whole and at >= AHEAD_BYTES):
                 return data[at:]
-            left = self._length - self._body_bytes if self.in_body else 0
+            left = self._length - self._body_bytes if self.in_body and not whole else 0
             until = at + max(SLICE_BYTES, left)
             self._parse(data[at:until])
             at = until

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from fleet_router.admission.lanes import Entry
 from fleet_router.admission.tenants import Decisions
 from fleet_router.cascade.climb import Climb, flow_of
-from fleet_router.closing import Lingering, ask_if_there, close, reset_by_client, unread
+from fleet_router.closing import Lingering, Taking, ask_if_there, close, reset_by_client, unread
 from fleet_router.config import HttpBounds
 from fleet_router.context import Context
 from fleet_router.desk import one_of, usable
@@ -33,7 +33,7 @@ from fleet_router.hints import hints_of
 from fleet_router.inbound import Inbound, Incoming
 from fleet_router.listening import PATH as HELD
 from fleet_router.listening import Listening, wait_of
-from fleet_router.paths import ADMIN, GENERATE, KINDS, KNOWN, MODELS, OF_ALL, ONE_MODEL, PLAIN, WATCHED
+from fleet_router.paths import GENERATE, KINDS, KNOWN, MODELS, OF_ALL, ONE_MODEL, PLAIN, WATCHED, check_port, need
 from fleet_router.receiving import NO_ROOM, Waiting
 from fleet_router.request import parse_alone, parse_body
 
@@ -77,6 +77,7 @@ class ClientConnection:
         """`_answer_next` runs: whoever ends an answer below it must not run it again, or a packet of small requests recurses."""
         self._unread = False
         """The client does not take our answers: no new one is made."""
+        self._taking = Taking()
         self._closed_at: float | None = None
         """When we closed; what is left to send may still be on its way."""
         self._lingering: Lingering | None = None
@@ -140,6 +141,7 @@ class ClientConnection:
     def pause_writing(self) -> None:
         """The client reads slower than the worker writes."""
         self._unread = True
+        self._taking = Taking()
         if self.flow is not None:
             self.flow.pause()
 
@@ -169,11 +171,13 @@ class ClientConnection:
             self._answer_next()
 
     def _wait(self, data: bytes) -> None:
-        """Bytes that are read when what is before them was answered."""
-        if not data or self._inbound.error is not None:
+        """Bytes that are read when what is before them was answered. Behind an error they never are, but to throw them away would
+        be to take as many as the client sends, for as long as the answer before it takes."""
+        if not data:
             return
         if not self._waiting.add(data, self._context.config.bounds.receiving_bytes):
-            self._inbound.refuse(RequestError(503, NO_ROOM, code="receiving"))
+            if self._inbound.error is None:
+                self._inbound.refuse(RequestError(503, NO_ROOM, code="receiving"))
         elif len(self._waiting) <= WAITING_BYTES:
             return
         if self._transport is not None:
@@ -235,7 +239,7 @@ class ClientConnection:
         """Its head is whole, its body is not: of whom nobody knows it is not read."""
         self._inbound.looked_at = True
         try:
-            self._check_port(request.path)
+            check_port(request.path, admin=self._admin)
             self._context.desk.entry(request.key)
         except RequestError as error:
             self._request = request
@@ -245,10 +249,6 @@ class ClientConnection:
         if self._inbound.owes_continue:
             self.write(CONTINUE)
 
-    def _check_port(self, path: bytes) -> None:
-        if self._admin and path not in ADMIN:
-            raise RequestError(404, "this port is for probes and scrapes: requests go to the other one")
-
     def _record_refused(self, error: RequestError) -> None:
         request, context = self._request, self._context
         path = request.path if request.path in KNOWN else b""
@@ -257,19 +257,19 @@ class ClientConnection:
     def _dispatch(self, request: Incoming) -> None:
         method, path = request.method, request.path
         try:
-            self._check_port(path)
+            check_port(path, admin=self._admin)
             if path in GENERATE or path in TRANSLATED or path in ALONE:
-                self._need(method, b"POST")
+                need(method, b"POST")
                 self._generate(request, path)
             elif path == HELD:
-                self._need(method, b"GET")
+                need(method, b"GET")
                 self._check_may_watch(request)
                 self._listen(request.url, wait_of(request.url))
             elif path == DECISIONS:
-                self._need(method, b"GET")
+                need(method, b"GET")
                 self._tell_decisions(request)
             elif path in PLAIN:
-                self._need(method, b"GET", b"HEAD")
+                need(method, b"GET", b"HEAD")
                 self._check_may_watch(request, path)
                 if path in OF_ALL and self._context.gather is not None:
                     self._gather(path)
@@ -277,7 +277,7 @@ class ClientConnection:
                 status, kind, body = self._plain(path)
                 self._write_answer(status, self._usable(request, body) if path == MODELS else body, kind)
             elif path.startswith(ONE_MODEL):
-                self._need(method, b"GET", b"HEAD")
+                need(method, b"GET", b"HEAD")
                 models = self._usable(request, self._plain(MODELS)[2])
                 self._write_answer(200, one_of(models, unquote(path[len(ONE_MODEL) :].decode("latin-1"))), b"application/json")
             else:
@@ -315,12 +315,6 @@ class ClientConnection:
 
     def _rights(self, entry: Entry, request: Incoming) -> Decisions:
         return rights_of(self._context.desk.tenants_needed, entry.decisions, self._peer(), request.kept)
-
-    @staticmethod
-    def _need(method: bytes, *allowed: bytes) -> None:
-        if method not in allowed:
-            names = b", ".join(allowed).decode()
-            raise RequestError(405, f"{allowed[0].decode()} is needed here", headers=f"allow: {names}\r\n")
 
     def _generate(self, request: Incoming, path: bytes) -> None:
         body, begins = request.take(apart=path not in GENERATE)
@@ -387,7 +381,8 @@ class ClientConnection:
         """What was written still goes out; what comes is nobody's. A client that asked for the end sends no more; any other may
         have sent before it hears of the end. `idle`: it has no request, and was not told."""
         self._closed_at = now = self._context.clock()
-        more = (self._inbound.drop() or bool(self._waiting.take()) or self._request.keep_alive) and not self._half_closed
+        dropped, waited = self._inbound.drop(), bool(self._waiting.take())
+        more = (dropped or waited or self._request.keep_alive) and not self._half_closed
         if self._transport is not None:
             self._context.outbox.flush()
             self._lingering = close(self._transport, self._context.config.bounds, now, more=more, idle=idle)
@@ -454,7 +449,7 @@ class ClientConnection:
 
     def _sweep_without_flow(self, now: float, bounds: HttpBounds) -> None:
         if self._unread:
-            if now - self.idle_since > bounds.stalled_client_s:
+            if now - max(self.idle_since, self._taking.last(self._transport, now)) > bounds.stalled_client_s:
                 self.abort()
         elif self.begun_at is not None:
             limit = bounds.body_deadline_s if self._inbound.in_body else bounds.header_deadline_s
