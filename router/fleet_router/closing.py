@@ -20,28 +20,36 @@ TCP_CLOSE: Final = 7
 """TCP_INFO's first byte once the peer has answered with a reset."""
 UNTOLD_LINGER_S: Final = 1.0
 """Of a connection without a request, whose client was not told that it ends: what is on its way is there by then."""
+SENDING_TIMES: Final = 6
+"""Times as long at most, of one that goes on sending."""
 NOTHING: Final = bytes(4)
 
 
 class Lingering:
-    """One connection whose last answer is written; it ends when its client closes, at the latest at the bounds."""
+    """One connection whose last answer is written; it ends when its client closes, at the latest at the bounds. Who still sends
+    has longer: a request that comes slowly is read to its end, as it was when it was not yet refused."""
 
-    __slots__ = ("_left_bytes", "_transport", "_until")
+    __slots__ = ("_came", "_latest", "_left_bytes", "_linger_s", "_transport", "_until")
 
-    def __init__(self, transport: asyncio.Transport, bounds: HttpBounds, until: float) -> None:
-        self._transport, self._left_bytes, self._until = transport, bounds.linger_bytes, until
+    def __init__(self, transport: asyncio.Transport, bounds: HttpBounds, now: float, linger_s: float) -> None:
+        self._transport, self._left_bytes, self._linger_s = transport, bounds.linger_bytes, linger_s
+        self._until, self._latest = now + linger_s, now + SENDING_TIMES * linger_s
+        self._came = False
         if transport.can_write_eof():  # TLS has no half here: its clients go by the answer's length and `connection: close`
             transport.write_eof()
         transport.resume_reading()
 
     def read(self, size_bytes: int) -> None:
         """So much came, and goes to nobody."""
+        self._came = True
         self._left_bytes -= size_bytes
         if self._left_bytes < 0:
             self._transport.close()
 
     def sweep(self, now: float) -> None:
         """Called twice a second."""
+        if self._came:
+            self._came, self._until = False, min(now + self._linger_s, self._latest)
         if now > self._until:
             self._transport.close()
 
@@ -75,9 +83,9 @@ def close(
     sooner its client hears of the end the better.
     """
     if more and not idle:
-        return Lingering(transport, bounds, now + bounds.linger_s)
+        return Lingering(transport, bounds, now, bounds.linger_s)
     if idle and transport.can_write_eof():
-        return Lingering(transport, bounds, now + min(UNTOLD_LINGER_S, bounds.linger_s))
+        return Lingering(transport, bounds, now, min(UNTOLD_LINGER_S, bounds.linger_s))
     transport.close()
     return None
 

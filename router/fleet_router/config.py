@@ -79,13 +79,14 @@ class HttpBounds(msgspec.Struct, frozen=True, kw_only=True):
     stalled_client_s: Seconds = 60.0
     """How long a client may take none of its answer while our buffers for it are full."""
     linger_s: float = 5.0
-    """A connection that we close while its client still sends is read for so long, so that the client can read why: a socket that
-    is closed with bytes unread is reset."""
+    """A connection that we close while its client still sends is read until it has sent nothing for so long, six times as long at
+    most, so that the client can read why: a socket that is closed with bytes unread is reset."""
     linger_bytes: int = 32 * 1024 * 1024
     """At most so much is read, and thrown away."""
     connections: Count = 2_048
     receiving_bytes: Count = 256 * 1024 * 1024
-    """Of all bodies that this process has in part; where they are more, one that has grown long ends."""
+    """Of all bodies that this process has in part; where they are more, one that has grown long ends. A quarter as much may wait
+    unread behind requests that are being answered."""
 
 
 class SloClass(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from fleet_router.metrics import Metrics
 from fleet_router.outbox import Outbox
 from fleet_router.overtaken import Overtaken
 from fleet_router.policy.hedge import HedgeBudget
-from fleet_router.receiving import Receiving
+from fleet_router.receiving import UNREAD, Receiving
 from fleet_router.release import Releases
 from fleet_router.spare import Spares
 from fleet_router.workers import WorkerTable
@@ -82,6 +82,7 @@ class Context:
     outbox: Outbox = field(default_factory=Outbox)
     heads: Heads = field(default_factory=Heads)
     receiving: Receiving = field(default_factory=Receiving)
+    unread: Receiving = field(default_factory=lambda: Receiving(UNREAD))
     ends: Ends = field(default_factory=Ends)
     spares: Spares = field(init=False)
     draining: bool = False

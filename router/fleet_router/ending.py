@@ -13,6 +13,7 @@ from fleet_router.dialect.chat import payload_of
 from fleet_wire.unreadable import UNREADABLE
 
 CHAT_PATH: Final = b"/v1/chat/completions"
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 END: Final = b"0\r\n\r\n"
 LAST_CHUNK: Final = b"0\r\n"
 """Trailers may stand behind it (RFC 9112, 7.1.2)."""

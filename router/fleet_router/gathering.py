@@ -11,11 +11,11 @@ import msgspec
 from fleet_router.admission.tenants import Decisions
 from fleet_router.errors import RequestError, error_json
 from fleet_router.explain.recorder import Recorder
-from fleet_router.explain.route import PATH as DECISIONS
 from fleet_router.explain.route import answer
 from fleet_router.holding import Holding
 from fleet_router.listening import Listening, wait_of
 from fleet_router.members import Answer, Member, ask_all, summed
+from fleet_router.paths import DECISIONS
 
 Gather = Callable[[bytes], Coroutine[Any, Any, Answer]]
 """A path, with its query, → what all processes say."""

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import httptools
 
-from fleet_router.admission.keys import bearer
+from fleet_router.admission.keys import MAX_KEY_BYTES, bearer
 from fleet_router.ask import APART_BYTES
 from fleet_router.config import HttpBounds
 from fleet_router.errors import RequestError
@@ -155,6 +155,7 @@ def asked_by(request: Incoming, name: bytes, value: bytes) -> None:
             raise RequestError(400, "two different budgets", param="x-slo-ttft-ms")
         request.slo_ttft_ms = int(value)
     elif key := bearer(value) if name == b"authorization" else value:
+        key = key[: MAX_KEY_BYTES + 1]  # a longer one is nobody's, and would stay as long as its connection
         if request.key not in (b"", key):
             raise RequestError(400, "two different API keys")
         request.key = key
@@ -232,6 +233,7 @@ class Inbound:
         "current",
         "error",
         "in_body",
+        "keeps",
         "known",
         "looked_at",
         "owes_continue",
@@ -258,6 +260,8 @@ class Inbound:
         """What is wrong with `current`: the answer after those of `requests`, and the last one."""
         self.in_body = self.looked_at = False
         """The head of `current` is whole; whether it was asked who sends it, which others do."""
+        self.keeps = True
+        """The body of `current` is of use to somebody."""
         self._head_bytes = self._body_bytes = 0
         """Of the head of `current` so far, or of what stands between and behind the chunks of its body (-1 in the packet in which
         it begins), and of that body."""
@@ -273,7 +277,7 @@ class Inbound:
         parsed = _without_offer(data) if begins else data
         rest = self._parse_slices(parsed) if len(parsed) > SLICE_BYTES else self._parse(parsed)
         if self.current is not None or self._held_bytes:
-            self._count_kept(self._body_bytes if self.current is not None and self.error is None else 0)
+            self._count_kept(self._body_bytes if self.current is not None and self.error is None and self.keeps else 0)
         if begins and len(self.requests) == 1 and self.current is None and self.error is None and not rest:
             self._learn(data, self.requests[0])
         return rest
@@ -339,6 +343,13 @@ class Inbound:
             if self._misses == 1 and self._heads is not None:
                 self._heads.put(self.known, around)
 
+    def pass_over(self) -> None:
+        """Nobody reads this body: its bytes are counted to its end, and not kept."""
+        self.keeps = False
+        if self.current is not None:
+            self.current.body = []
+        self._count_kept(0)
+
     def refuse(self, error: RequestError) -> None:
         """Nothing more is read: an error that is told behind what is whole, and the last answer."""
         self._fail(error)
@@ -390,6 +401,7 @@ class Inbound:
         self.current = Incoming()
         self._hosts = self._framing = self._length = self._header_count = self._header_bytes = self._body_bytes = 0
         self.in_body = self.looked_at = self.owes_continue = False
+        self.keeps = True
         self._head_bytes = -1
 
     def on_url(self, url: bytes) -> None:
@@ -467,7 +479,7 @@ class Inbound:
         self._body_bytes += len(body)
         if self._body_bytes > self._bounds.body_bytes:
             raise RequestError(413, f"the body is larger than {self._bounds.body_bytes} bytes")
-        if self.current is not None:
+        if self.current is not None and self.keeps:
             pieces = self.current.body
             pieces.append(body)
             self.current.body = fewer(pieces, self._body_bytes)

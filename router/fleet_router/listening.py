@@ -12,8 +12,6 @@ from urllib.parse import parse_qs
 from fleet_router.errors import RequestError
 from fleet_router.holding import LISTEN_MOST_S, Holding
 
-PATH = b"/held"
-
 
 class Asker(Protocol):
     """The connection that asks."""

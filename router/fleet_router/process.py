@@ -22,7 +22,6 @@ from fleet_router.context import Context
 from fleet_router.desk import Desk, models_of
 from fleet_router.explain.journal import Journal
 from fleet_router.explain.recorder import Recorder
-from fleet_router.explain.route import PATH as DECISIONS
 from fleet_router.exposition import exposition
 from fleet_router.faults import places
 from fleet_router.follow.capacity import follow_capacity
@@ -38,10 +37,10 @@ from fleet_router.gossip.link import GossipError, GossipSettings, Link
 from fleet_router.gossip.share import Share
 from fleet_router.hints import wanted_headers
 from fleet_router.histogram import fold_all
-from fleet_router.listening import PATH as HELD
 from fleet_router.listening import wait_of
 from fleet_router.members import Answer, Member, serve
 from fleet_router.metrics import COMPILED, Metrics
+from fleet_router.paths import DECISIONS, HELD
 from fleet_router.port import Port
 from fleet_router.prewarm import Prewarm
 from fleet_router.server import ClientConnection
@@ -213,7 +212,7 @@ class Router:
             age_s = -1.0 if self._followed_at is None else self._clock() - self._followed_at
             text = context.metrics.exposition(rows, age_s, len(context.table.routing.index))
             now = self._clock()
-            parts = context.holding, context.receiving, self._prewarm
+            parts = context.holding, context.receiving, context.unread, self._prewarm
             text += "".join(f"{line}\n" for line in (*chain.from_iterable(p.lines() for p in parts), *context.table.lines(now)))
             if self._certificates is not None:
                 text += "".join(f"{line}\n" for line in self._certificates.lines())

@@ -1,6 +1,6 @@
 """What has come and cannot be answered yet, of all connections of this process: bodies in part, and bytes behind a request that
-is being answered. Nobody was asked for a key yet, or it was another request's, so that together they need a bound. Small ones are
-always taken, lest whoever sends many large ones slowly keep others out.
+is being answered. Nobody was asked for a key yet, or it was another request's, so that each kind has a bound for all together.
+Small ones are always taken, lest whoever sends many large ones slowly keep others out.
 """
 
 from __future__ import annotations
@@ -10,8 +10,19 @@ from typing import Final
 
 FREE_BYTES: Final = 65_536
 """One that is no longer is never refused for what others hold."""
+RECEIVING: Final = ("fleet_router_receiving_bytes", "fleet_router_receiving_refused_total")
+UNREAD: Final = ("fleet_router_unread_bytes", "fleet_router_unread_refused_total")
+WAITING_BYTES: Final = 65_536
+"""Above this nothing more is read from a client whose request is running."""
+HIGH_WATER_BYTES: Final = 65_536
+"""Of answers that their client has not taken: above this no more are made for it, and its worker waits."""
+TURN_MOST: Final = 64
+"""Requests of a connection that are answered at once: a packet may have 9,000, and those of others would wait for 75 ms."""
 NO_ROOM: Final = "too many long requests are being received at the moment"
+NO_ROOM_TO_WAIT: Final = "too much waits at the moment behind requests that are being answered"
 PIECE_BYTES: Final = 256
+WAITING_SHARE: Final = 4
+"""Of what bodies in part may have, a quarter may wait unread: it is nobody's yet, and must not keep bodies out."""
 PIECES_FEW: Final = 64
 """So many are kept apart, however small."""
 
@@ -26,9 +37,11 @@ def fewer(pieces: list[bytes], size: int) -> list[bytes]:
 class Receiving:
     """How many bytes they have together."""
 
-    __slots__ = ("bytes", "refused")
+    __slots__ = ("_names", "bytes", "refused")
 
-    def __init__(self) -> None:
+    def __init__(self, names: tuple[str, str] = RECEIVING) -> None:
+        self._names = names
+        """Of its metrics: bytes, and requests that were refused."""
         self.bytes = 0
         self.refused = 0
         """Requests, for want of room."""
@@ -44,10 +57,11 @@ class Receiving:
 
     def lines(self) -> Iterator[str]:
         """Prometheus text."""
-        yield "# TYPE fleet_router_receiving_bytes gauge"
-        yield f"fleet_router_receiving_bytes {self.bytes}"
-        yield "# TYPE fleet_router_receiving_refused_total counter"
-        yield f"fleet_router_receiving_refused_total {self.refused}"
+        held, refused = self._names
+        yield f"# TYPE {held} gauge"
+        yield f"{held} {self.bytes}"
+        yield f"# TYPE {refused} counter"
+        yield f"{refused} {self.refused}"
 
 
 class Waiting:
@@ -63,13 +77,18 @@ class Waiting:
         return len(self._data)
 
     def add(self, data: bytes, most_bytes: int) -> bool:
-        """Behind those that are there. False when there is no room for them: none is kept."""
+        """Behind those that are there. False when there is no room for them: none is kept. `most_bytes`: of bodies in part."""
         before = len(self._data)
-        if self._receiving.room(before, before + len(data), most_bytes):
+        if self._receiving.room(before, before + len(data), most_bytes // WAITING_SHARE):
             self._data += data
             return True
         self._data = bytearray()
         return False
+
+    def put_back(self, data: bytes) -> None:
+        """What was taken and could not be read yet: there is room for it."""
+        self._data += data
+        self._receiving.bytes += len(data)
 
     def take(self) -> bytes:
         """All of them; they count no longer."""

@@ -18,32 +18,26 @@ from fleet_router.closing import Lingering, Taking, ask_if_there, close, reset_b
 from fleet_router.config import HttpBounds
 from fleet_router.context import Context
 from fleet_router.desk import one_of, usable
-from fleet_router.dialect.routes import ALONE, COUNTING, TRANSLATED, ask_of, error_body, translation_of
+from fleet_router.dialect.routes import COUNTING, ask_of, error_body, translation_of
 from fleet_router.dialect.translation import Translation
-from fleet_router.ending import END, framed
+from fleet_router.ending import CONTINUE, END, framed
 from fleet_router.errors import RequestError, leaving
 from fleet_router.explain.route import ASKED as EXPLAIN
 from fleet_router.explain.route import NOT_WATCHED, rights_of
-from fleet_router.explain.route import PATH as DECISIONS
 from fleet_router.explain.route import answer as decisions
 from fleet_router.flow import Flow
 from fleet_router.gathering import WITHIN_S, Gathering
 from fleet_router.heads import own_head
 from fleet_router.hints import hints_of
 from fleet_router.inbound import Inbound, Incoming
-from fleet_router.listening import PATH as HELD
 from fleet_router.listening import Listening, wait_of
-from fleet_router.paths import GENERATE, KINDS, KNOWN, MODELS, OF_ALL, ONE_MODEL, PLAIN, WATCHED, check_port, need
-from fleet_router.receiving import NO_ROOM, Waiting
+from fleet_router.misplaced import check_port, need
+from fleet_router.paths import DECISIONS, GENERATE, HELD, KINDS, KNOWN, MODELS, OF_ALL, ONE_MODEL, PLAIN, WATCHED, WITH_BODY
+from fleet_router.receiving import HIGH_WATER_BYTES, NO_ROOM_TO_WAIT, TURN_MOST, WAITING_BYTES, Waiting
 from fleet_router.request import parse_alone, parse_body
 
-WAITING_BYTES: Final = 65_536
-"""Above this nothing more is read from a client whose request is running."""
-HIGH_WATER_BYTES: Final = 65_536
-"""Of answers that their client has not taken: above this no more are made for it, and its worker waits."""
 DRAIN_IDLE_S: Final = 1.0
 """How long an idle connection is kept while the router drains: a request may be on its way."""
-CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 NOBODY: Final = Incoming()
 """Stands for the request of a connection that has none."""
 
@@ -68,15 +62,15 @@ class ClientConnection:
         self._inbound = Inbound(context.heads, context.receiving)
         self._request = NOBODY
         """The one that is being answered, or was last."""
-        self._waiting = Waiting(context.receiving)
+        self._waiting = Waiting(context.unread)
         self._translation: Translation | None = None
         """Of the request that is being answered."""
         self._half_closed = False
         """The client has said that it sends no more."""
         self._answering = False
         """`_answer_next` runs: whoever ends an answer below it must not run it again, or a packet of small requests recurses."""
-        self._unread = False
-        """The client does not take our answers: no new one is made."""
+        self._unread = self._yielded = False
+        """The client does not take our answers: no new one is made. Other connections have a turn first."""
         self._taking = Taking()
         self._closed_at: float | None = None
         """When we closed; what is left to send may still be on its way."""
@@ -159,7 +153,7 @@ class ClientConnection:
             if self._lingering is not None:
                 self._lingering.read(len(data))
             return
-        if self.flow is not None or self._unread:
+        if self.flow is not None or self._unread or self._yielded:
             self._wait(data)
             return
         inbound, context = self._inbound, self._context
@@ -177,7 +171,7 @@ class ClientConnection:
             return
         if not self._waiting.add(data, self._context.config.bounds.receiving_bytes):
             if self._inbound.error is None:
-                self._inbound.refuse(RequestError(503, NO_ROOM, code="receiving"))
+                self._inbound.refuse(RequestError(503, NO_ROOM_TO_WAIT, code="receiving"))
         elif len(self._waiting) <= WAITING_BYTES:
             return
         if self._transport is not None:
@@ -206,9 +200,14 @@ class ClientConnection:
             self._answering = False
 
     def _answer_all(self) -> None:
-        inbound = self._inbound
+        inbound, left = self._inbound, TURN_MOST
         while self.flow is None and self._closed_at is None and self._transport is not None and not self._unread:
             if inbound.requests:
+                if left == 0:
+                    self._yielded = True
+                    asyncio.get_running_loop().call_soon(self._go_on)
+                    return
+                left -= 1
                 self._request = inbound.requests.popleft()
                 self.begun_at = None
                 self._dispatch(self._request)
@@ -216,11 +215,17 @@ class ClientConnection:
                 self._request = inbound.current or Incoming()
                 self._answer_error(inbound.error)
             elif self._waiting:
-                self._transport.resume_reading()
-                self._wait(inbound.feed(self._waiting.take(), self._context.config.bounds, self._context.wanted))
+                self._waiting.put_back(inbound.feed(self._waiting.take(), self._context.config.bounds, self._context.wanted))
+                if len(self._waiting) <= WAITING_BYTES:
+                    self._transport.resume_reading()
             else:
                 self._wait_for_more()
                 return
+
+    def _go_on(self) -> None:
+        """It is its turn again."""
+        self._yielded = False
+        self._answer_next()
 
     def _wait_for_more(self) -> None:
         """Nothing is whole."""
@@ -236,29 +241,32 @@ class ClientConnection:
                 self._begin_body(self._inbound.current)
 
     def _begin_body(self, request: Incoming) -> None:
-        """Its head is whole, its body is not: of whom nobody knows it is not read."""
+        """Its head is whole, its body is not: of whom nobody knows it is not read, nor kept where nobody would look at it."""
         self._inbound.looked_at = True
         try:
             check_port(request.path, admin=self._admin)
-            self._context.desk.entry(request.key)
+            if request.path in WITH_BODY:
+                self._context.desk.entry(request.key)
+            else:
+                self._inbound.pass_over()
         except RequestError as error:
             self._request = request
-            self._record_refused(error)
-            self._answer_error(error)
+            self._refused(error, keep_alive=False)
             return
         if self._inbound.owes_continue:
             self.write(CONTINUE)
 
-    def _record_refused(self, error: RequestError) -> None:
+    def _refused(self, error: RequestError, *, keep_alive: bool) -> None:
         request, context = self._request, self._context
         path = request.path if request.path in KNOWN else b""
         context.recorder.refused(request.request_id, path, context.desk.tenant_of(request.key), error)
+        self._answer_error(error, keep_alive=keep_alive)
 
     def _dispatch(self, request: Incoming) -> None:
         method, path = request.method, request.path
         try:
             check_port(path, admin=self._admin)
-            if path in GENERATE or path in TRANSLATED or path in ALONE:
+            if path in WITH_BODY:
                 need(method, b"POST")
                 self._generate(request, path)
             elif path == HELD:
@@ -283,8 +291,7 @@ class ClientConnection:
             else:
                 raise RequestError(404, f"no such path: {path[:200].decode('latin-1')}")
         except RequestError as error:
-            self._record_refused(error)
-            self._answer_error(error, keep_alive=True)
+            self._refused(error, keep_alive=True)
         except Exception as error:  # a bug of ours: whoever asked is told, and other requests go on
             self._context.desk.faults.end(error, self._answer_error if self.flow is None else self.fail, request.request_id)
 
@@ -413,8 +420,7 @@ class ClientConnection:
 
     def break_off(self, error: RequestError, *, stream: bool, last: bool) -> None:
         """The answer broke after its first byte: a stream gets an error event and no [DONE], and then it is as whole as any other
-        answer. Its client keeps the connection, unless the head said (`last`) that it ends: a router that closed it met the
-        client's next request with a reset."""
+        answer. Its client keeps the connection unless the head said otherwise (`last`), lest its next request meets a reset."""
         if stream and self._transport is not None:
             translation = self._translation
             data = b"data: " + error_body(self._request.url, error, self.request_id) + b"\n\n"
@@ -440,7 +446,7 @@ class ClientConnection:
             if now - self._closed_at > bounds.stalled_client_s:
                 self.abort()
         elif self.flow is not None:
-            if self._half_closed and reset_by_client(self._transport):
+            if (self._half_closed or len(self._waiting) > WAITING_BYTES) and reset_by_client(self._transport):
                 self.abort()
             elif now > self.flow.deadline:
                 self.flow.expire(now)
@@ -477,8 +483,7 @@ class ClientConnection:
     def drain(self, now: float, since: float) -> None:
         """Called again and again while the router drains (since `since`). What runs or is half received goes on; a connection
         without a request closes, but not at once."""
-        nothing = self.flow is None and self.begun_at is None and self._closed_at is None
-        if nothing and self._idle_for(now, DRAIN_IDLE_S, since):
+        if self.flow is None and self.begun_at is None and self._closed_at is None and self._idle_for(now, DRAIN_IDLE_S, since):
             self._close(idle=True)
 
     def cut(self) -> None:

@@ -39,7 +39,7 @@ QUIET = {
     "fleet_router_hedge_tokens", "fleet_router_held_seconds", "fleet_router_inflight", "fleet_router_kv_blocks",
     "fleet_router_kv_streams", "fleet_router_local_prefill", "fleet_router_pair_ejections", "fleet_router_pair_moved",
     "fleet_router_prefill_tokens", "fleet_router_prefix_keys", "fleet_router_queue_bound", "fleet_router_queue_wait_seconds",
-    "fleet_router_receiving_bytes",
+    "fleet_router_receiving_bytes", "fleet_router_unread_bytes",
     "fleet_router_records", "fleet_router_remote_prefill", "fleet_router_resends", "fleet_router_resumed",
     "fleet_router_revision_requests", "fleet_router_runaways", "fleet_router_running", "fleet_router_slots",
     "fleet_router_tenant_inflight", "fleet_router_tenant_requests", "fleet_router_tenant_tokens", "fleet_router_tenants",

@@ -12,7 +12,8 @@ import pytest
 
 from fleet_router.inbound import Inbound
 from fleet_router.port import Port
-from fleet_router.server import DRAIN_IDLE_S, WAITING_BYTES
+from fleet_router.receiving import WAITING_BYTES
+from fleet_router.server import DRAIN_IDLE_S
 from fleet_wire.endpoints import AtZero, Endpoints
 from tests.fleet_router.fake_worker import answer, stream
 from tests.fleet_router.rig import BOUNDS, CONFIG, Rig, answer_of, ask, http, run, until

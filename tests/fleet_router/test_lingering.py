@@ -19,6 +19,8 @@ import requests
 import uvloop
 
 from e2e.certs import Authority
+from fleet_router.closing import Lingering
+from fleet_router.config import HttpBounds
 from fleet_router.process import Router, Settings
 from fleet_router.server import ClientConnection
 from fleet_router.tls import TlsFiles, context_of
@@ -117,7 +119,7 @@ def test_h1_who_is_refused_while_it_sends_a_large_body_reads_why(
 
 
 @pytest.mark.parametrize("over", ["tcp", "tls"])
-@pytest.mark.parametrize("bound", [{"linger_s": 0.2}, {"linger_bytes": 100_000}], ids=["time", "bytes"])
+@pytest.mark.parametrize("bound", [{"linger_s": 0.05}, {"linger_bytes": 100_000}], ids=["time", "bytes"])
 def test_who_sends_on_after_its_refusal_is_read_up_to_a_bound(
     over: str, bound: dict[str, Any], secure: tuple[ssl.SSLContext, ssl.SSLContext]
 ):
@@ -181,3 +183,35 @@ def test_an_idle_connection_and_one_whose_client_asked_for_its_end_close_at_once
         await until(lambda: last not in rig.connections)
 
     run(go)
+
+
+class Stub:
+    """A transport that remembers whether it was closed."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def resume_reading(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("comes_at", "ends_after"), [([], 5.0), ([1.0], 6.0), ([4.9, 9.8], 14.8), ([1.0 * i for i in range(1, 60)], 30.0)]
+)
+def test_who_still_sends_has_longer(comes_at: list[float], ends_after: float):
+    """A wrong key with a body that took longer than 5 s to send was a reset connection instead of a 401."""
+    transport: Any = Stub()
+    lingering = Lingering(transport, HttpBounds(), 100.0, 5.0)
+    for tenth in range(1, 400):
+        now = tenth / 10
+        if now in comes_at:
+            lingering.read(1_000)
+        lingering.sweep(100.0 + now)
+        assert transport.closed == (now > ends_after), now
+        if transport.closed:
+            break

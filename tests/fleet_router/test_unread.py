@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 import tracemalloc
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -14,8 +17,15 @@ from hypothesis import strategies as st
 
 from fleet_router.config import HttpBounds
 from fleet_router.inbound import AHEAD_BYTES, AHEAD_MOST, SLICE_BYTES, Inbound
-from fleet_router.receiving import FREE_BYTES, Receiving, Waiting
-from fleet_router.server import HIGH_WATER_BYTES, WAITING_BYTES
+from fleet_router.receiving import (
+    FREE_BYTES,
+    HIGH_WATER_BYTES,
+    TURN_MOST,
+    WAITING_BYTES,
+    WAITING_SHARE,
+    Receiving,
+    Waiting,
+)
 from tests.fleet_router.admission.made import key_of, parsed
 from tests.fleet_router.rig import CONFIG, Rig, answer_of, ask, http, run, until
 from tests.fleet_router.test_connections import SHORT, Gate
@@ -96,7 +106,7 @@ def test_a_long_body_is_parsed_in_two_pieces():
 def test_waiting_bytes_are_counted_until_they_are_taken():
     receiving = Receiving()
     one, two = Waiting(receiving), Waiting(receiving)
-    most = 3 * FREE_BYTES
+    most = 3 * FREE_BYTES * WAITING_SHARE
     assert one.add(b"x" * 2 * FREE_BYTES, most)
     assert two.add(b"y" * FREE_BYTES, most)
     assert (receiving.bytes, len(one), bool(two)) == (3 * FREE_BYTES, 2 * FREE_BYTES, True)
@@ -104,6 +114,8 @@ def test_waiting_bytes_are_counted_until_they_are_taken():
     assert (receiving.bytes, receiving.refused, len(two), bool(two)) == (2 * FREE_BYTES, 1, 0, False)
     assert one.take() == b"x" * 2 * FREE_BYTES
     assert (receiving.bytes, one.take()) == (0, b"")
+    one.put_back(b"x" * 10)
+    assert (receiving.bytes, len(one)) == (10, 10)
 
 
 def test_a_client_without_a_key_that_reads_nothing_is_not_worked_for_and_not_waited_for():
@@ -120,12 +132,13 @@ def test_a_client_without_a_key_that_reads_nothing_is_not_worked_for_and_not_wai
         assert len(connection._inbound.requests) <= AHEAD_MOST + SLICE_BYTES // len(NOWHERE)
         assert transport.get_write_buffer_size() < HIGH_WATER_BYTES + 20_000
         assert 0 < len(connection._waiting) < WAITING_BYTES + PACKET_BYTES + SLICE_BYTES
-        assert rig.context.receiving.bytes == len(connection._waiting)
+        assert rig.context.unread.bytes == len(connection._waiting)
+        assert rig.context.receiving.bytes == 0  # there is room for those who have a key
         rig.sweep(BOUNDS.stalled_client_s - 1)
         assert connection in rig.connections
         rig.sweep(BOUNDS.stalled_client_s + 1)
         await until(lambda: not rig.connections)
-        assert rig.context.receiving.bytes == 0
+        assert rig.context.unread.bytes == 0
 
     run(go)
 
@@ -139,27 +152,27 @@ def test_a_client_that_reads_after_a_while_gets_every_answer():
         for _ in range(many):
             assert (await answer_of(reader))[0] == 404
         assert (await answer_of(reader))[0] == 200
-        assert rig.context.receiving.bytes == 0
+        assert rig.context.unread.bytes == 0
 
     run(go)
 
 
-NARROW = msgspec.structs.replace(CONFIG, bounds=HttpBounds(receiving_bytes=2 * FREE_BYTES))
+NARROW = msgspec.structs.replace(CONFIG, bounds=HttpBounds(receiving_bytes=2 * FREE_BYTES * WAITING_SHARE))
 
 
 def test_what_waits_behind_requests_that_run_has_a_bound_for_all_connections():
     async def go(rig: Rig) -> None:
         rig.decode[0].behave = gate = Gate()
-        receiving, clients = rig.context.receiving, [await rig.connect() for _ in range(3)]
+        unread, clients = rig.context.unread, [await rig.connect() for _ in range(3)]
         for _, writer, _ in clients:
             writer.write(http(SHORT))
         await gate.started.wait()
         await until(lambda: all(connection.flow is not None for _, _, connection in clients))
         for number, (_, writer, connection) in enumerate(clients):
             writer.write(NOWHERE * ((FREE_BYTES if number < 2 else FREE_BYTES + 40_000) // len(NOWHERE)))
-            await until(lambda connection=connection: len(connection._waiting) > FREE_BYTES - 100 or receiving.refused > 0)
-        await until(lambda: receiving.refused == 1)
-        assert receiving.bytes == sum(len(connection._waiting) for _, _, connection in clients) <= 2 * FREE_BYTES
+            await until(lambda connection=connection: len(connection._waiting) > FREE_BYTES - 100 or unread.refused > 0)
+        await until(lambda: unread.refused == 1)
+        assert unread.bytes == sum(len(connection._waiting) for _, _, connection in clients) <= 2 * FREE_BYTES
         gate.open.set()
         assert (await answer_of(clients[0][0]))[0] == 200
         assert (await answer_of(clients[0][0]))[0] == 404
@@ -167,7 +180,8 @@ def test_what_waits_behind_requests_that_run_has_a_bound_for_all_connections():
         assert (await answer_of(reader))[0] == 200  # what ran is not touched
         status, headers, body = await answer_of(reader)
         assert (status, headers["connection"], json.loads(body)["error"]["code"]) == (503, "close", "receiving")
-        await until(lambda: receiving.bytes == 0)
+        await until(lambda: unread.bytes == 0)
+        assert "fleet_router_unread_refused_total 1" in list(unread.lines())
 
     run(go, config=NARROW)
 
@@ -237,3 +251,90 @@ def test_the_port_for_probes_reads_no_body():
         assert (status, headers["connection"], rig.context.receiving.bytes) == (404, "close", 0)
 
     run(go, config=WIDE)
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/nope"])
+def test_of_a_body_that_nobody_looks_at_nothing_is_kept(path: str):
+    """A GET may have one, which needs no key, and comes when it comes."""
+
+    async def go(rig: Rig) -> None:
+        reader, writer, connection = await rig.connect()
+        whole = http(b"x" * 200_000, path=path, method="GET")
+        writer.write(whole[:100_000])
+        await until(lambda: connection._inbound.looked_at)
+        writer.write(whole[100_000:190_000])
+        await until(lambda: connection._inbound._body_bytes > 189_000)
+        current = connection._inbound.current
+        assert current is not None
+        assert (current.body, rig.context.receiving.bytes) == ([], 0)
+        writer.write(whole[190_000:] + http(SHORT))
+        assert (await answer_of(reader))[0] == (404 if path == "/nope" else 200)
+        assert (await answer_of(reader))[0] == 200
+        assert rig.decode[0].seen[-1]["prompt"] == SHORT["prompt"]
+
+    run(go, config=WIDE)
+
+
+def test_a_body_that_nobody_looks_at_has_the_usual_bound():
+    async def go(rig: Rig) -> None:
+        reader, writer, _ = await rig.connect()
+        writer.write(b"POST /nope HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(5):
+            writer.write(b"100000\r\n%b\r\n" % bytes(0x100000))
+        assert (await answer_of(reader))[0] == 413
+
+    run(go, config=WIDE)
+
+
+@pytest.mark.parametrize("size", [512, 513, 60_000])
+def test_a_key_that_is_too_long_is_nobodys_and_not_kept(size: int):
+    inbound = Inbound()
+    inbound.feed(b"GET /v1/models HTTP/1.1\r\nhost: h\r\nx-api-key: %b\r\n\r\n" % (b"k" * size), BOUNDS)
+    assert len(inbound.requests[0].key) == min(size, 513)
+
+
+def test_a_packet_full_of_requests_is_answered_in_turns():
+    """9,000 requests of one packet were answered in one turn of the loop: everybody else waited for 75 ms."""
+
+    async def go(rig: Rig) -> None:
+        reader, writer, connection = await rig.connect()
+        turns = list[int]()
+
+        async def others() -> None:
+            while True:
+                turns.append(rig.context.metrics.requests[404])
+                await asyncio.sleep(0)
+
+        other = asyncio.ensure_future(others())
+        connection.data_received(NOWHERE * 4_000 + http(SHORT))
+        connection.data_received(NOWHERE)  # behind those that are not answered yet
+        statuses = [(await answer_of(reader))[0] for _ in range(4_002)]
+        other.cancel()
+        assert statuses == [404] * 4_000 + [200, 404]
+        steps = [after - before for before, after in pairwise(turns)]
+        assert max(steps) <= 2 * TURN_MOST
+        writer.close()
+
+    run(go)
+
+
+def test_a_client_that_is_gone_is_found_though_nothing_more_is_read_from_it():
+    """It was killed behind a silent stream, and what it had sent stayed counted until the stream's end."""
+
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = gate = Gate()
+        _, writer, connection = await rig.connect()
+        writer.write(http(SHORT) + NOWHERE * 6_000)
+        await gate.started.wait()
+        await until(lambda: len(connection._waiting) > WAITING_BYTES)
+        rig.sweep()
+        assert connection in rig.connections
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+        await asyncio.sleep(0.05)
+        rig.sweep()
+        await until(lambda: not rig.connections)
+        assert rig.context.unread.bytes == 0
+        await until(rig.idle)
+
+    run(go)

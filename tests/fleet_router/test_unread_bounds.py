@@ -10,8 +10,7 @@ import msgspec
 
 from fleet_router.config import HttpBounds
 from fleet_router.inbound import SLICE_BYTES
-from fleet_router.receiving import FREE_BYTES
-from fleet_router.server import WAITING_BYTES
+from fleet_router.receiving import FREE_BYTES, WAITING_BYTES
 from tests.fleet_router.rig import CONFIG, Rig, answer_of, http, run, until
 from tests.fleet_router.test_connections import HEALTH, SHORT, Gate
 
@@ -31,11 +30,11 @@ def test_bodies_of_whole_requests_that_wait_are_few_bytes_or_counted():
         assert connection.flow is not None
         parsed = sum(len(piece) for request in connection._inbound.requests for piece in request.body)
         assert parsed <= FREE_BYTES + SLICE_BYTES
-        assert rig.context.receiving.bytes >= len(packet) - FREE_BYTES - 2 * SLICE_BYTES
+        assert rig.context.unread.bytes >= len(packet) - FREE_BYTES - 2 * SLICE_BYTES
         gate.open.set()
         assert (await answer_of(reader))[0] == 200
         assert [(await answer_of(reader))[0] for _ in range(many)] == [404] * many
-        assert rig.context.receiving.bytes == 0
+        assert rig.context.unread.bytes == 0
 
     run(go, config=WIDE)
 
@@ -53,11 +52,11 @@ def test_who_sends_on_behind_an_error_is_not_read_for_ever():
             writer.write(b"x" * WAITING_BYTES)
             await asyncio.sleep(0.001)
         await until(lambda: not transport.is_reading())
-        assert rig.context.receiving.bytes == len(connection._waiting) > 0
+        assert rig.context.unread.bytes == len(connection._waiting) > 0
         gate.open.set()
         assert (await answer_of(reader))[0] == 200
         assert (await answer_of(reader))[0] == 400
-        await until(lambda: rig.context.receiving.bytes == 0)
+        await until(lambda: rig.context.unread.bytes == 0)
 
     run(go, config=WIDE)
 
@@ -72,7 +71,7 @@ def test_nothing_is_kept_of_what_comes_behind_the_last_request():
         connection.data_received(HEALTH * 4_000)
         assert connection._closed_at is not None
         assert connection._lingering is not None
-        assert (len(connection._waiting), rig.context.receiving.bytes) == (0, 0)
+        assert (len(connection._waiting), rig.context.unread.bytes) == (0, 0)
 
     run(go, config=WIDE)
 

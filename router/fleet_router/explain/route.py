@@ -21,7 +21,6 @@ from fleet_router.explain.recorder import Recorder
 from fleet_router.explain.shown import Shown, refused, shown
 from fleet_router.hints import FORWARDED
 
-PATH: Final = b"/debug/decisions"
 ASKED: Final = b"x-fleet-explain"
 USUAL: Final = 20
 MOST: Final = 200
