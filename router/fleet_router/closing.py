@@ -109,7 +109,12 @@ def ask_if_there(transport: asyncio.Transport | None) -> None:
             made.setsockopt(socket.IPPROTO_TCP, option, ASKED_EACH_S)
 
 
+def is_paused(transport: asyncio.Transport | None) -> bool:
+    """Nothing more is read from it, whether what came waits or was refused: nobody tells that its client left."""
+    return transport is not None and not transport.is_reading()
+
+
 def reset_by_client(transport: asyncio.Transport | None) -> bool:
-    """The client of a half closed connection answers with a reset: it is gone."""
+    """The client of a connection that is half closed, or not read, has sent a reset: it is gone."""
     made = transport.get_extra_info("socket") if transport is not None else None
     return made is not None and bool(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE)

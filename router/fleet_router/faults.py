@@ -32,6 +32,13 @@ class Faults:
         except Exception as again:
             self._count(again, request_id)
 
+    def run(self, act: Callable[[], None], ends: Callable[[RequestError], None]) -> None:
+        """What the loop calls later for one connection: a bug in it would leave the connection as it is, for ever."""
+        try:
+            act()
+        except Exception as error:
+            self.end(error, ends)
+
     def _count(self, error: Exception, request_id: str) -> None:
         self.count += 1
         if self.tell is not None:

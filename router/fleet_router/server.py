@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from fleet_router.admission.lanes import Entry
 from fleet_router.admission.tenants import Decisions
 from fleet_router.cascade.climb import Climb, flow_of
-from fleet_router.closing import Lingering, Taking, ask_if_there, close, reset_by_client, unread
+from fleet_router.closing import Lingering, Taking, ask_if_there, close, is_paused, reset_by_client, unread
 from fleet_router.config import HttpBounds
 from fleet_router.context import Context
 from fleet_router.desk import one_of, usable
@@ -122,6 +122,8 @@ class ClientConnection:
         secure = self._transport is not None and self._transport.get_extra_info("sslcontext") is not None
         if self.flow is None:
             self._answer_next()
+            while secure and self._yielded:  # there is no later turn
+                self._go_on()
         elif not secure:
             ask_if_there(self._transport)
             if not self.flow.started:
@@ -205,7 +207,7 @@ class ClientConnection:
             if inbound.requests:
                 if left == 0:
                     self._yielded = True
-                    asyncio.get_running_loop().call_soon(self._go_on)
+                    asyncio.get_running_loop().call_soon(self._context.desk.faults.run, self._go_on, self.fail)
                     return
                 left -= 1
                 self._request = inbound.requests.popleft()
@@ -408,8 +410,7 @@ class ClientConnection:
     def finish(self, *, last: bool) -> None:
         """The answer is complete; `last`: its head said that it is this connection's last one."""
         self._answered(not last)
-        inbound = self._inbound
-        if self._waiting or inbound.requests or inbound.current or inbound.error or self._half_closed:
+        if self._waiting or self._inbound.requests or self._inbound.current or self._inbound.error or self._half_closed:
             self._answer_next()
 
     def refuse(self, error: RequestError) -> None:
@@ -446,7 +447,7 @@ class ClientConnection:
             if now - self._closed_at > bounds.stalled_client_s:
                 self.abort()
         elif self.flow is not None:
-            if (self._half_closed or len(self._waiting) > WAITING_BYTES) and reset_by_client(self._transport):
+            if (self._half_closed or is_paused(self._transport)) and reset_by_client(self._transport):
                 self.abort()
             elif now > self.flow.deadline:
                 self.flow.expire(now)
@@ -481,8 +482,7 @@ class ClientConnection:
                 self.abort()
 
     def drain(self, now: float, since: float) -> None:
-        """Called again and again while the router drains (since `since`). What runs or is half received goes on; a connection
-        without a request closes, but not at once."""
+        """Again and again while the router drains (since `since`): a connection without a request closes, but not at once."""
         if self.flow is None and self.begun_at is None and self._closed_at is None and self._idle_for(now, DRAIN_IDLE_S, since):
             self._close(idle=True)
 

@@ -1,0 +1,114 @@
+"""Connections that have more requests in a packet than one turn of the loop answers: what happens between two of their turns."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from e2e.certs import Authority
+from fleet_router.explain.recorder import Recorder
+from fleet_router.receiving import TURN_MOST
+from fleet_router.tls import TlsFiles, context_of
+from tests.fleet_router.rig import Rig, http, run, until
+from tests.fleet_router.test_connections import SHORT, Gate
+from tests.fleet_router.test_lingering import serving
+from tests.fleet_router.test_unread import NARROW, NOWHERE
+
+MANY = 10 * TURN_MOST
+
+
+def says_goodbye_at_once(port: int, tls: ssl.SSLContext) -> bytes:
+    """A TLS client whose requests and close_notify come together, and that reads on."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    talk = tls.wrap_bio(incoming, outgoing, server_hostname="h")
+    got = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+        while True:
+            try:
+                talk.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                plain.sendall(outgoing.read())
+                incoming.write(plain.recv(65_536))
+        talk.write(NOWHERE * MANY)
+        with pytest.raises(ssl.SSLWantReadError):
+            talk.unwrap()
+        plain.sendall(outgoing.read())
+        while piece := plain.recv(65_536):
+            incoming.write(piece)
+    try:
+        while piece := talk.read(65_536):
+            got += piece
+    except ssl.SSLError:
+        pass
+    return got
+
+
+@pytest.mark.parametrize("loop", [asyncio.run, uvloop.run])
+def test_a_client_over_tls_that_sends_no_more_gets_every_answer(loop: Any, tmp_path: Path):
+    """Loops close TLS behind its end: there is no later turn."""
+    authority = Authority(tmp_path, "ca")
+    ours = context_of(TlsFiles(*authority.leaf("h", "h")))
+    theirs = ssl.create_default_context(cafile=str(authority.file))
+
+    async def go() -> None:
+        async with serving(ours) as (_, port):
+            got = await asyncio.to_thread(says_goodbye_at_once, port, theirs)
+        assert got.count(b"HTTP/1.1 404") == MANY
+
+    loop(go())
+
+
+def test_after_a_bug_of_ours_between_two_turns_the_connection_ends(monkeypatch: pytest.MonkeyPatch):
+    """It stayed open, and the rest of its requests without an answer, until its client sent more."""
+    seen = 0
+
+    def refused(*_: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 2 * TURN_MOST:
+            raise ValueError("a bug")
+
+    monkeypatch.setattr(Recorder, "refused", refused)
+
+    async def go(rig: Rig) -> None:
+        _, writer, _ = await rig.connect()
+        writer.write(NOWHERE * MANY)
+        await until(lambda: not rig.connections)
+        assert seen == 2 * TURN_MOST
+        assert rig.context.desk.faults.count == 1
+        assert rig.context.unread.bytes == 0
+
+    run(go)
+
+
+def test_a_client_whose_bytes_were_refused_and_that_is_gone_is_found():
+    """Nothing of it waits, and it is not read either."""
+
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = gate = Gate()
+        _, writer, connection = await rig.connect()
+        writer.write(http(SHORT))
+        await gate.started.wait()
+        await until(lambda: connection.flow is not None)
+        rig.context.unread.bytes += 10**9  # others'
+        writer.write(NOWHERE * 6_000)
+        await until(lambda: rig.context.unread.refused == 1)
+        rig.context.unread.bytes -= 10**9
+        rig.sweep()
+        assert (connection in rig.connections, len(connection._waiting)) == (True, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+        await asyncio.sleep(0.05)
+        rig.sweep()
+        await until(lambda: not rig.connections)
+        await until(rig.idle)
+
+    run(go, config=NARROW)
