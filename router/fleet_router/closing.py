@@ -109,6 +109,12 @@ def ask_if_there(transport: asyncio.Transport | None) -> None:
             made.setsockopt(socket.IPPROTO_TCP, option, ASKED_EACH_S)
 
 
+def pause(transport: asyncio.Transport) -> None:
+    """Nothing more is read for now, also not the end of a client that leaves: its kernel is asked for it."""
+    transport.pause_reading()
+    ask_if_there(transport)
+
+
 def is_paused(transport: asyncio.Transport | None) -> bool:
     """Nothing more is read from it, whether what came waits or was refused: nobody tells that its client left."""
     return transport is not None and not transport.is_reading()

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from fleet_router.admission.lanes import Entry
 from fleet_router.admission.tenants import Decisions
 from fleet_router.cascade.climb import Climb, flow_of
-from fleet_router.closing import Lingering, Taking, ask_if_there, close, is_paused, reset_by_client, unread
+from fleet_router.closing import Lingering, Taking, ask_if_there, close, is_paused, pause, reset_by_client, unread
 from fleet_router.config import HttpBounds
 from fleet_router.context import Context
 from fleet_router.desk import one_of, usable
@@ -177,7 +177,7 @@ class ClientConnection:
         elif len(self._waiting) <= WAITING_BYTES:
             return
         if self._transport is not None:
-            self._transport.pause_reading()
+            pause(self._transport)
 
     # -- requests ---------------------------------------------------------------------------------------------------
     def _answer(self, request: Incoming) -> None:

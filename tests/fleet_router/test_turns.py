@@ -13,10 +13,11 @@ import pytest
 import uvloop
 
 from e2e.certs import Authority
+from fleet_router.closing import ASKED_EACH_S, is_paused
 from fleet_router.explain.recorder import Recorder
 from fleet_router.receiving import TURN_MOST
 from fleet_router.tls import TlsFiles, context_of
-from tests.fleet_router.rig import Rig, http, run, until
+from tests.fleet_router.rig import Rig, answer_of, http, run, until
 from tests.fleet_router.test_connections import SHORT, Gate
 from tests.fleet_router.test_lingering import serving
 from tests.fleet_router.test_unread import NARROW, NOWHERE
@@ -112,3 +113,24 @@ def test_a_client_whose_bytes_were_refused_and_that_is_gone_is_found():
         await until(rig.idle)
 
     run(go, config=NARROW)
+
+
+def test_a_client_that_is_not_read_is_asked_whether_it_is_there():
+    """One that was killed behind a silent stream sent its end and no reset, which nobody reads: it was never found."""
+
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = gate = Gate()
+        reader, writer, connection = await rig.connect()
+        writer.write(http(SHORT) + NOWHERE * 6_000)
+        await gate.started.wait()
+        await until(lambda: is_paused(connection._transport))
+        assert connection._transport is not None
+        ours = connection._transport.get_extra_info("socket")
+        assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == ASKED_EACH_S
+        gate.open.set()
+        assert (await answer_of(reader))[0] == 200
+        for _ in range(6_000):
+            assert (await answer_of(reader))[0] == 404
+
+    run(go)
