@@ -38,6 +38,8 @@ AHEAD_MOST: Final = 16
 """With so many requests whole, no more are parsed: one takes ten times its bytes."""
 AHEAD_BYTES: Final = 65_536
 """Nor when one is whole and so much was parsed: bodies of whole requests are counted by nobody."""
+CLASS_MOST_BYTES: Final = 253
+"""Of a class's name: none is longer."""
 HEADS_MOST: Final = 256
 """Of connections' first requests; 2 MB at most."""
 _PROCESS: Final = uuid4().hex[:16]
@@ -145,6 +147,7 @@ class Incoming:
 def asked_by(request: Incoming, name: bytes, value: bytes) -> None:
     """A header of ASKED_BY. RequestError for what could be read in two ways."""
     if name == b"x-slo-class":
+        value = value[: CLASS_MOST_BYTES + 1]  # as for keys
         if request.slo_class not in (b"", value):
             raise RequestError(400, "two different classes", param="x-slo-class")
         request.slo_class = value

@@ -291,6 +291,8 @@ def test_a_key_that_is_too_long_is_nobodys_and_not_kept(size: int):
     inbound = Inbound()
     inbound.feed(b"GET /v1/models HTTP/1.1\r\nhost: h\r\nx-api-key: %b\r\n\r\n" % (b"k" * size), BOUNDS)
     assert len(inbound.requests[0].key) == min(size, 513)
+    inbound.feed(b"GET /v1/models HTTP/1.1\r\nhost: h\r\nx-slo-class: %b\r\n\r\n" % (b"k" * size), BOUNDS)
+    assert len(inbound.requests[1].slo_class) == 254
 
 
 def test_a_packet_full_of_requests_is_answered_in_turns():
