@@ -1,4 +1,5 @@
-"""S1, S3 and R6 of the reliability list on real router processes: keys, noise at every port, a router that dies in mid-stream."""
+"""S1, S3 and R6 of the reliability list on real router processes: keys, crowds without one, noise at every port, a router that dies in
+mid-stream."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from e2e.bench.proxies import Proxy, ours
 from e2e.certs import Authority
 from e2e.emulated.fleet import Emulated, get, until
 from e2e.test_router_admission import key_of, tenants_file
-from e2e.test_router_faults_http import CONFIG, GOOD, HOST, PORT, URL, WORKER, connect, router, status
+from e2e.test_router_faults_http import ASK, CONFIG, GOOD, HOST, PORT, URL, WORKER, connect, router, status
+from fleet_router.config import RouterConfig
 from tests.listening import ALWAYS, documented, listening
 
 pytestmark = pytest.mark.timeout(900)
@@ -56,6 +58,60 @@ def test_s1_a_wrong_key_is_refused_as_fast_however_near_it_is(tmp_path: Path):
             opened.sendall(GOOD.replace(b"host", header + b"host", 1))
             assert status(opened.recv(65_536)) == 401, header
         assert target.recorder.seen == []
+
+
+PATIENT = RouterConfig(fleet="bench", served_name="tiny")
+CROWD = 300
+REQUEST = b"GET /nope HTTP/1.1\r\nhost: h\r\n\r\n"
+NOWHERE = REQUEST * 8_000
+
+
+def crowd(opened: contextlib.ExitStack) -> list[socket.socket]:
+    """Clients that have room for 4 KB of answers."""
+    made = [opened.enter_context(socket.socket()) for _ in range(CROWD)]
+    for one in made:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        one.settimeout(10)
+        one.connect((HOST, PORT))
+        one.setblocking(False)
+    return made
+
+
+def push(clients: list[socket.socket]) -> int:
+    """Bytes that were taken of them: as many as the router takes, until it has taken none for some seconds."""
+    taken, quiet_until = dict.fromkeys(clients, 0), time.monotonic() + 3
+    while time.monotonic() < quiet_until:
+        for one, so_far in taken.items():
+            with contextlib.suppress(BlockingIOError):
+                taken[one] += one.send(NOWHERE[so_far % len(REQUEST) :])
+                quiet_until = time.monotonic() + 3
+    return sum(taken.values())
+
+
+def test_a_crowd_without_keys_that_does_not_read_holds_little_and_keeps_nobody_out(tmp_path: Path):
+    """Each held 1.3 MB until it had been idle for 75 s, and nobody counted it; and 64 that sent large bodies slowly were all that
+    there was room for."""
+    key = f"authorization: Bearer {key_of('acme')}\r\nhost".encode()
+    body = ASK + b" " * 200_000
+    with (
+        router(tmp_path, PATIENT, tenants_file(tmp_path / "tenants.json", acme={})) as target,
+        contextlib.ExitStack() as opened,
+    ):
+        before_mb = target.rss_mb()
+        clients = crowd(opened)
+        taken = push(clients)
+        held_mb = target.rss_mb() - before_mb
+        print(f"{taken / CROWD / 1e6:.2f} MB sent by each of {CROWD}, {held_mb:.0f} MB held")
+        assert taken > CROWD * 200_000
+        assert held_mb < CROWD * 0.6
+        with connect() as one:
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % len(body)
+            one.sendall(head.replace(b"host", key, 1) + body[:150_000])
+            time.sleep(0.5)
+            one.sendall(body[150_000:])
+            assert status(one.recv(65_536)) == 200
+            one.sendall(head + body[:150_000])
+            assert status(one.recv(65_536)) == 401  # before the rest was sent
 
 
 def bomb_of(path: Path) -> bytes:
