@@ -1,5 +1,5 @@
-"""S1, S3 and R6 of the reliability list on real router processes: keys, crowds without one, noise at every port, a router that dies in
-mid-stream."""
+"""S1, S3 and R6 of the reliability list on real router processes: keys, crowds without one, noise at every port, a router that
+dies in mid-stream."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_crowd_without_keys_that_does_not_read_holds_little_and_keeps_nobody_o
         held_mb = target.rss_mb() - before_mb
         print(f"{taken / CROWD / 1e6:.2f} MB sent by each of {CROWD}, {held_mb:.0f} MB held")
         assert taken > CROWD * 200_000
-        assert held_mb < CROWD * 0.6
+        assert held_mb < CROWD * 0.4
         with connect() as one:
             head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % len(body)
             one.sendall(head.replace(b"host", key, 1) + body[:150_000])
