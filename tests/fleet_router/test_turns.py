@@ -14,7 +14,7 @@ import uvloop
 
 from e2e.certs import Authority
 from fleet_router.closing import ASKED_EACH_S, is_paused
-from fleet_router.explain.recorder import Recorder
+from fleet_router.dialect.routes import error_body
 from fleet_router.receiving import TURN_MOST
 from fleet_router.tls import TlsFiles, context_of
 from tests.fleet_router.rig import Rig, answer_of, http, run, until
@@ -71,13 +71,14 @@ def test_after_a_bug_of_ours_between_two_turns_the_connection_ends(monkeypatch: 
     """It stayed open, and the rest of its requests without an answer, until its client sent more."""
     seen = 0
 
-    def refused(*_: Any) -> None:
+    def body(*asked: Any) -> bytes:
         nonlocal seen
         seen += 1
         if seen == 2 * TURN_MOST:
             raise ValueError("a bug")
+        return error_body(*asked)
 
-    monkeypatch.setattr(Recorder, "refused", refused)
+    monkeypatch.setattr("fleet_router.server.error_body", body)
 
     async def go(rig: Rig) -> None:
         _, writer, _ = await rig.connect()
