@@ -20,10 +20,10 @@ import pytest
 
 from e2e.bench.proxies import ours
 from e2e.emulated.fleet import until
+from e2e.vllm.told import tell
 from fleet_cli.up.bundled import tiny_model
 from fleet_router.config import HedgeBounds, PrewarmBounds, RouterConfig
-from fleet_wire.endpoints import ENDPOINTS_KEY, Endpoint, Endpoints
-from fleet_wire.endpoints import encode as encode_endpoints
+from fleet_wire.endpoints import Role
 from fleet_worker.config import KvSettings
 from tests.conformance.workers import Worker, running, worker_config
 
@@ -79,17 +79,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 def routed(folder: Path, prefill: list[Worker], decode: Worker, config: RouterConfig) -> Iterator[None]:
     """A router that knows these."""
     with ours("ours", ROUTER, [f"{one.ip}:8000" for one in prefill], [f"{decode.ip}:8000"], folder, config):
-        workers = tuple(
-            Endpoint(
-                name=one.ip, uid=f"uid-{one.ip}", address=one.ip, http_port=8000, agent_port=9000, role=one.config.role, tier="t",
-                revision="r1", compat="suite",
-            )
-            for one in (*prefill, decode)
-        )  # fmt: skip
-        documents = folder / ROUTER.replace(":", "-")
-        fresh = documents / ".fresh"
-        fresh.write_bytes(encode_endpoints(Endpoints(fleet="f", namespace="default", workers=workers)))
-        fresh.replace(documents / ENDPOINTS_KEY)
+        told_of: list[tuple[Role, str]] = [*(("prefill", one.ip) for one in prefill), ("decode", decode.ip)]
+        tell(folder / ROUTER.replace(":", "-"), told_of)
         yield
 
 
@@ -146,8 +137,8 @@ def test_a_vllm_that_stands_still_is_hedged_and_keeps_nothing(tmp_path: Path, en
     engines.nothing_is_held()
 
 
-def test_kv_that_nobody_reads_goes_with_its_lease(tmp_path: Path, engines: Engines):
-    """The reader is gone before it reads: the router asks for the KV back, which vLLM cannot do, and the lease ends it."""
+def test_kv_that_nobody_reads_goes_with_its_lease(engines: Engines):
+    """A prefill leg whose reference nobody fetches."""
     transfer: dict[str, Any] = {
         "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
         "remote_host": None, "remote_port": None,

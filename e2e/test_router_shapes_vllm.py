@@ -17,10 +17,9 @@ import pytest
 
 from e2e.bench.proxies import ours
 from e2e.emulated.fleet import until
+from e2e.vllm.told import tell
 from fleet_cli.up.bundled import tiny_model
 from fleet_router.config import RouterConfig
-from fleet_wire.endpoints import ENDPOINTS_KEY, Endpoint, Endpoints
-from fleet_wire.endpoints import encode as encode_endpoints
 from fleet_worker.config import KvSettings
 from tests.conformance.workers import running, worker_config
 
@@ -120,7 +119,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         running(decode, DECODE, folder, **env),
         ours("ours", ROUTER, [f"{PREFILL}:8000"], [f"{DECODE}:8000"], folder, CONFIG),
     ):
-        tell(folder / ROUTER.replace(":", "-"))
+        tell(folder / ROUTER.replace(":", "-"), [("prefill", PREFILL), ("decode", DECODE)])
         once = {"model": "tiny", "prompt": "hello", "max_tokens": 1}
         until(
             "the router serves",
@@ -130,20 +129,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         found = Served(f"http://{ROUTER}", f"http://{PREFILL}:8000")
         yield found
         assert sum(found.moved) * 2 > len(found.moved)
-
-
-def tell(documents: Path) -> None:
-    """The router follows this folder."""
-    workers = tuple(
-        Endpoint(
-            name=ip, uid=f"uid-{ip}", address=ip, http_port=8000, agent_port=9000, role=role, tier="t", revision="r1",
-            compat="suite",
-        )
-        for role, ip in (("prefill", PREFILL), ("decode", DECODE))
-    )  # fmt: skip
-    fresh = documents / ".fresh"
-    fresh.write_bytes(encode_endpoints(Endpoints(fleet="f", namespace="default", workers=workers)))
-    fresh.replace(documents / ENDPOINTS_KEY)
 
 
 @pytest.mark.parametrize("asked", COMPLETIONS.values(), ids=COMPLETIONS.keys())

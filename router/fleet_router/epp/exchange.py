@@ -24,16 +24,16 @@ from fleet_router.explain.route import ASKED
 from fleet_router.explain.shown import header as decision_header
 from fleet_router.hints import hints_of, kept_of
 from fleet_router.inbound import ASKED_BY, REQUEST_ID, Incoming, asked_by
+from fleet_router.paths import GENERATE, MODELS, ONE_MODEL, WITH_BODY
 from fleet_router.receiving import NO_ROOM, fewer
 from fleet_router.request import parse_alone, parse_body
 from fleet_router.workers import Worker
 
-GENERATE = {b"/v1/completions": False, b"/v1/chat/completions": True}
 BODILESS = frozenset({b"GET", b"HEAD", b"OPTIONS"})
 """A POST without a body is none of OpenAI's, but engines have some: /sleep, /reset_prefix_cache."""
 READING = frozenset({b"GET", b"HEAD"})
-MODELS, ONE_MODEL, HEALTH = b"/v1/models", b"/v1/models/", b"/health"
-"""What may be asked of a worker without a body. What else engines answer (/metrics, /server_info) tells of others' requests."""
+HEALTH = b"/health"
+"""This, and models, may be asked without a body. What else engines answer (/metrics, /server_info) tells of others' requests."""
 SUBSET, SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 SERVED_KEY = "x-gateway-destination-endpoint-served"
 
@@ -274,7 +274,7 @@ class Exchange:
         if self.flow is None:  # else its record tells
             path = self._request.url.split(b"?", 1)[0]
             self._context.metrics.requests[error.status] += 1
-            known = path if path in {*GENERATE, *ALONE, *TRANSLATED} else b""
+            known = path if path in WITH_BODY else b""
             self._context.recorder.refused(self.request_id, known, self._context.desk.tenant_of(self._request.key), error)
         return answers.refused(error, self._request.url, self.request_id)
 
