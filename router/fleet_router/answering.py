@@ -14,16 +14,16 @@ import msgspec
 from fleet_router.admission.gate import Ticket
 from fleet_router.admission.quota import Outcome
 from fleet_router.admission.runaway import Why
+from fleet_router.answerhead import AnswerHead
 from fleet_router.ask import Ask, Hints
 from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import CHAT_PATH, END, framed, last_event, unframed
 from fleet_router.errors import RequestError, remembered
-from fleet_router.expected import chunked
 from fleet_router.explain.record import Record
 from fleet_router.explain.shown import header as decision_header
-from fleet_router.heads import STATUS_LINES, add_kept, status_line
+from fleet_router.heads import STATUS_LINES, status_line
 from fleet_router.health.determined import determined
 from fleet_router.health.inband import HINT, broke_off_with, error_in, whole_events
 from fleet_router.health.resume import Again
@@ -141,7 +141,7 @@ class Answering(Metering):
             return ask
         return with_fields(ask, {"return_token_ids": msgspec.Raw(b"true")}, b',"return_token_ids":true}')
 
-    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def head(self, status: int, head: AnswerHead) -> None:
         """The answer begins: from now on no retry."""
         now = self._context.clock()
         self.started = True
@@ -153,12 +153,12 @@ class Answering(Metering):
             self._outcome = "answered"
             self._taken(self._leg_worker)
             if self._ask.stream:
-                self._keep_what_is_sent(headers)
+                self._keep_what_is_sent(head.in_chunks)
         else:
             self._outcome = "refused"
             self._release_lease()
         lines = [STATUS_LINES.get(status) or status_line(status), self.record.request_id.encode()]
-        add_kept(lines, headers)
+        lines.append(head.lines)
         self._end_head(lines, now)
         self._head_bytes = b"".join(lines)
 
@@ -216,8 +216,8 @@ class Answering(Metering):
             if self._counted is not None and context.knowledge is not None:
                 context.knowledge.answered(worker.uid, self._counted)
 
-    def _keep_what_is_sent(self, headers: list[tuple[bytes, bytes]]) -> None:
-        self._splits = (in_chunks := chunked(headers)) and self._translation is None
+    def _keep_what_is_sent(self, in_chunks: bool) -> None:
+        self._splits = in_chunks and self._translation is None
         if self.config.resume == "off" or not in_chunks or not determined(self._ask.fields):
             return
         if self._translation is None:
@@ -452,7 +452,7 @@ class Answering(Metering):
             self._client.refuse(error)
             return
         kept = [(name, value) for name, value in headers if name.lower() not in FRAMING]
-        self.head(status, [*kept, (b"content-length", str(len(body)).encode())])
+        self.head(status, AnswerHead([*kept, (b"content-length", str(len(body)).encode())]))
         self.send_head()
         self._client.write(body)
         self.end()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from fleet_router.answerhead import AnswerHead
 from fleet_router.dialect.chat import Events
 from fleet_router.ending import END, framed, unframed
 from fleet_router.errors import RequestError
-from fleet_router.expected import chunked, tells_bytes, unlike
+from fleet_router.expected import chunked, tells_bytes
 from fleet_router.health.inband import HINT, error_in
 from fleet_router.health.resume import Again, DiffersError
 from fleet_router.request import is_object, tokens_of
@@ -28,6 +29,9 @@ NOT_IMPLEMENTED: Final = 501
 MAX_ERROR_BYTES: Final = 64 * 1024
 NOT_THE_CLIENT: Final = frozenset({401, 403, 407, 408, 425, 429})
 """What a worker says of us or of itself: clients have their keys and limits here, and did nothing wrong."""
+
+
+EVENT_STREAM: Final = AnswerHead([(b"content-type", b"text/event-stream"), (b"transfer-encoding", b"chunked")])
 
 
 def refuses(status: int) -> bool:
@@ -55,8 +59,8 @@ class PrefillLeg:
     def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None:
         self._flow.prefilled(self._worker, self._decode, data[body_at:])
 
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self._status, self._headers = status, headers
+    def on_head(self, status: int, head: AnswerHead) -> None:
+        self._status, self._headers = status, head.fields
 
     def on_head_alone(self) -> None:
         """The client sees nothing of it."""
@@ -131,20 +135,20 @@ class DecodeLeg:
         say (3xx, other 2xx) is none at all."""
         return status != OK and (status == NOT_FOUND or not refuses(status))
 
-    def _is_odd(self, headers: list[tuple[bytes, bytes]], *, stream: bool) -> bool:
+    def _is_odd(self, head: AnswerHead, *, stream: bool) -> bool:
         """A 200 that cannot be what was asked for is given up at once."""
-        if why := unlike(headers, stream=stream):
+        if why := head.odd(stream=stream):
             self._flow.odd(why)
         return bool(why)
 
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def on_head(self, status: int, head: AnswerHead) -> None:
         if self._kept_back(status):
-            self._held, self._headers = status, headers
+            self._held, self._headers = status, head.fields
             return
-        if status == OK and self._is_odd(headers, stream=not self.takes_whole):
+        if status == OK and self._is_odd(head, stream=not self.takes_whole):
             return
         self._worker.answers(self._flow.sent_at, self._flow.clock())
-        self._flow.head(status, headers)
+        self._flow.head(status, head)
 
     def on_head_alone(self) -> None:
         """Of an answer that comes as a whole the head is of no use alone."""
@@ -215,17 +219,17 @@ class TranslatedLeg(DecodeLeg):
         self._refused = 0
         self._out = b""
 
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def on_head(self, status: int, head: AnswerHead) -> None:
         if status != OK:
             self._headers = [(b"content-length", b"")]  # `on_body` collects: no framing
             self._held = status if self._kept_back(status) else 0
             self._refused = 0 if self._held else status
             return
-        if self._is_odd(headers, stream=self._translation.stream):
+        if self._is_odd(head, stream=self._translation.stream):
             return
         self._worker.answers(self._flow.sent_at, self._flow.clock())
         if self._translation.stream:
-            self._flow.head(status, [(b"content-type", b"text/event-stream"), (b"transfer-encoding", b"chunked")])
+            self._flow.head(status, EVENT_STREAM)
 
     def on_head_alone(self) -> None:
         if self._translation.stream and not self._held and not self._refused:
@@ -288,7 +292,7 @@ class TranslatedLeg(DecodeLeg):
             self._flow.raw(b"", framed(rest) + END)
         else:
             length = str(len(rest)).encode()
-            self._flow.head(200, [(b"content-type", b"application/json"), (b"content-length", length)])
+            self._flow.head(200, AnswerHead([(b"content-type", b"application/json"), (b"content-length", length)]))
             self._flow.raw(bytes(self._translation.collected), rest)
         self._flow.end()
 
@@ -307,12 +311,12 @@ class ResumedLeg(DecodeLeg):
         super().__init__(flow, worker)
         self._again, self._events = again, Events()
 
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def on_head(self, status: int, head: AnswerHead) -> None:
         """The client has its head."""
         if status != OK:
-            self._held, self._headers = status, headers
+            self._held, self._headers = status, head.fields
             return
-        if self._is_odd(headers, stream=True):
+        if self._is_odd(head, stream=True):
             return
         self._worker.answers(self._flow.sent_at, self._flow.clock())
         self._flow.resumed()
@@ -364,7 +368,7 @@ class TokenizeLeg(DecodeLeg):
         super().__init__(flow, worker)
         self._then = then
 
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def on_head(self, status: int, head: AnswerHead) -> None:
         self._held = status
 
     def on_head_alone(self) -> None:

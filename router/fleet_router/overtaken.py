@@ -11,6 +11,7 @@ from fleet_router.legs import OK, refuses
 from fleet_router.policy.candidate import prefill_done
 
 if TYPE_CHECKING:
+    from fleet_router.answerhead import AnswerHead
     from fleet_router.context import Context
     from fleet_router.policy.terms import Prefilling
     from fleet_router.upstream import KnownAnswer, Upstream
@@ -41,7 +42,7 @@ class RunsOn:
         self._status = OK
         self.on_end()
 
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def on_head(self, status: int, head: AnswerHead) -> None:
         self._status = status
 
     def on_head_alone(self) -> None: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from fleet_router.answerhead import AnswerHead
     from fleet_router.metrics import Metrics
     from fleet_router.upstream import KnownAnswer, Pool, Upstream
 
@@ -52,7 +53,7 @@ class Release:
     def _ends(self, outcome: str) -> None:
         self.outcome = self.outcome or outcome
 
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def on_head(self, status: int, head: AnswerHead) -> None:
         self._status = status
 
     def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None: ...

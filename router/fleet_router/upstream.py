@@ -12,6 +12,7 @@ from typing import Final, Protocol, cast
 
 import httptools
 
+from fleet_router.answerhead import ENCODING, LENGTH, UNKNOWN, AnswerHead, LastHead
 from fleet_router.errors import NO_ROOM, OURS
 from fleet_router.heads import kept_lines
 from fleet_router.outbox import Outbox, Written, write
@@ -24,17 +25,15 @@ CLOSED: Final = "the worker closed the connection"
 STRANGER: Final = "another pod has its address"
 MAX_HEAD_BYTES: Final = 65_536
 HEAD_END: Final = b"\r\n\r\n"
-LENGTH: Final = b"content-length"
-ENCODING: Final = b"transfer-encoding"
 FRAMING: Final = {LENGTH, ENCODING}
 
 
 INTERIM_AFTER: Final = (b"HTTP/1.1 ", b"HTTP/1.0 ")
 SWITCHING: Final = b"101"
-UNKNOWN: Final = -1
 BEFORE_BYTES: Final = 64
 OK: Final = 200
 NOT_HTTP: Final = "the worker's answer is not HTTP: {}"
+NOTHING_TOLD: Final = AnswerHead([])
 
 
 def chunks_end(before: bytes, data: bytes) -> int:
@@ -73,7 +72,7 @@ class Leg(Protocol):
     def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None:
         """The whole answer, with a head that came before."""
 
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def on_head(self, status: int, head: AnswerHead) -> None:
         """Status and headers are complete."""
 
     def on_head_alone(self) -> None:
@@ -107,6 +106,7 @@ class Upstream:
         self._parser: httptools.HttpResponseParser | None = None
         self._leg: Leg | None = None
         self._headers: list[tuple[bytes, bytes]] = []
+        self._told = NOTHING_TOLD
         self._head = b""
         self._in_head = True
         self._ended = self._more = False
@@ -181,7 +181,7 @@ class Upstream:
             return
         if body is None:
             return
-        leg.on_head(parser.get_status_code(), self._headers)
+        leg.on_head(parser.get_status_code(), self._told)
         if self._leg is not leg:
             return  # what it read made it give the connection up
         if self._ended:
@@ -209,14 +209,9 @@ class Upstream:
         parser.feed_data(head[: at + 4])
         if parser.get_status_code() < OK:
             raise httptools.HttpParserError("its status line is odd")
-        framed = self._ended
-        for name, value in self._headers:
-            lower = name.lower()
-            if lower == LENGTH:
-                self._left, framed = int(value), True
-            elif lower == ENCODING and value.lower().endswith(b"chunked"):
-                framed = True
-        if not framed:  # it would end where the worker closes: half of it would look whole to a client
+        told = self._told = self._pool.last_head.of(self._headers)
+        self._left = told.length
+        if not (self._ended or told.is_framed):  # it would end where the worker closes: half of it would look whole to a client
             raise httptools.HttpParserError("it does not say where its body ends")
         return head[at + 4 :]
 
@@ -390,6 +385,7 @@ class Pool:
         self._retired = False
         self.known: KnownAnswer | None = None
         """The head that the worker gave last, to compare with."""
+        self.last_head = LastHead()
         self.misses = 0
         """Answers in a row that had another one."""
         self.closed_by_peer = 0

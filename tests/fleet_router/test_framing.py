@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from fleet_router.answerhead import AnswerHead
 from fleet_router.upstream import CollectingUpstream, Pool, Upstream
 from tests.fleet_router.rig import CONFIG, Rig, ask, run, until
 
@@ -56,7 +57,7 @@ class Heard:
         self.ends = self.surplus = 0
         self.lost: list[str] = []
 
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def on_head(self, status: int, head: AnswerHead) -> None:
         self.heads.append(status)
 
     def on_whole(self, *_: Any) -> None: ...

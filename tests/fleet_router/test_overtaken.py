@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from fleet_router.health.races import LOST_MOST
 from fleet_router.overtaken import DUE_MOST_S, Overtaken, RunsOn
 from fleet_router.policy.candidate import prefill_sent
+from fleet_router.upstream import NOTHING_TOLD
 from fleet_router.watching import watch
 from fleet_router.workers import Worker
 from tests.fleet_router.fake_worker import answer
@@ -240,7 +241,7 @@ class Fleet:
                 if at <= self.now:
                     self.answers.remove((at, leg))
                     if not leg.over:
-                        leg.on_head(200, [])
+                        leg.on_head(200, NOTHING_TOLD)
                         leg.on_end()
             self.overtaken.look(self.rig.context.table.workers, self.now, SILENT_S)
             self.put_out |= {worker.uid for worker in self.workers if not worker.breaker.closed}

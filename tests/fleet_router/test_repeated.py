@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleet_router.answerhead import AnswerHead
 from fleet_router.config import HttpBounds
 from fleet_router.inbound import HEADS_MOST, Heads, Inbound, Incoming, new_request_id
 from fleet_router.repeated import HEAD_MOST_BYTES, Repeated, around_length, worth_learning
@@ -211,8 +212,8 @@ class Heard:
     def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None:
         self.told.append(("whole", known.lines[0] + known.length_of(data, body_at) + known.lines[1], data[body_at:]))
 
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.told.append(("head", status, headers))
+    def on_head(self, status: int, head: AnswerHead) -> None:
+        self.told.append(("head", status, head.fields))
 
     def on_head_alone(self) -> None: ...
     def on_body(self, data: bytes) -> None: ...

@@ -18,6 +18,7 @@ from fleet_router.errors import RequestError
 from fleet_router.flow import Flow
 from fleet_router.legs import NOT_IMPLEMENTED, NOT_THE_CLIENT
 from fleet_router.request import decode_body
+from fleet_router.upstream import NOTHING_TOLD
 from fleet_router.workers import Worker
 
 FAILED = 500
@@ -114,13 +115,13 @@ class Picked(Flow):
         if (status < FAILED and status not in NOT_THE_CLIENT) or status == NOT_IMPLEMENTED:
             if worker is not None:
                 worker.answers(self.sent_at, now)
-            self.head(status, [])
+            self.head(status, NOTHING_TOLD)
             return
         if worker is not None:
             if self._giver and status >= FAILED:
                 self._context.table.transfer_failed(self._giver, worker.uid, now)
             self._blame(worker, f"decode answered {status}")
-        self.head(status, [])
+        self.head(status, NOTHING_TOLD)
         self.end_leg()  # the end of such an answer forgives its worker nothing
         self._outcome = "failed"
 

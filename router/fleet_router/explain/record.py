@@ -70,11 +70,14 @@ class Try:
 
     def weighed(self, offer: Offer, ask: CostAsk) -> None:
         """It was decided by cost. The decision is over: what was compared is the record's from here on."""
-        for side in ask.seen:
-            side.pack()
         self.sides, self.by_cost, self.compared = ask.seen, ask.by_cost, offer.looked
         self.cost_s, self.prompt_tokens = offer.cost_s, ask.tokens
         self.missing_tokens, self.moved_tokens = offer.missing, offer.moved
+
+    def pack(self) -> None:
+        """To be kept when the request is over: not before, for its first byte would wait for it."""
+        for side in self.sides or ():
+            side.pack()
 
 
 class Record:

@@ -114,6 +114,8 @@ class Recorder:
         record.last_at, record.writes = last_at, writes
         record.ended = ENDED[outcome]
         self.running.discard(record)
+        for one in record.tries:
+            one.pack()
         smooth = record.smooth
         (self.smooth if smooth else self.troubled).append(record)
         self.counts.ended(record)

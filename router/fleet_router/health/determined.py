@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -14,21 +13,33 @@ KNOWN: Final = frozenset({
 })  # fmt: skip
 """With another field that says something the answer may depend on what we do not know, or hold what we could not compare."""
 GREEDY_BELOW: Final = 1e-5
-_NULL: Final = msgspec.Raw(b"null")
+NULL: Final = b"null"
+ZEROS: Final = frozenset({b"0", b"0.0"})
+"""As nearly all write it: seen without a parser."""
 _FLOAT: Final = msgspec.json.Decoder(float)
 
 
-def determined(fields: Mapping[str, msgspec.Raw]) -> bool:
+def determined(fields: dict[str, msgspec.Raw]) -> bool:
     """The same request gives the same tokens wherever it runs."""
-    if fields.get("seed", _NULL) == _NULL and not _below(fields.get("temperature", _NULL), GREEDY_BELOW):
+    if not _is_said(fields.get("seed")) and not _is_greedy(fields.get("temperature")):
         return False
-    if bytes(fields.get("n", _NULL)) not in (b"null", b"1"):
+    count = fields.get("n")
+    if count is not None and bytes(count) not in (NULL, b"1"):
         return False
-    return fields.keys() <= KNOWN or all(fields[name] == _NULL for name in fields.keys() - KNOWN)
+    return all(name in KNOWN or not _is_said(value) for name, value in fields.items())
 
 
-def _below(raw: msgspec.Raw, bound: float) -> bool:
+def _is_said(raw: msgspec.Raw | None) -> bool:
+    return raw is not None and bytes(raw) != NULL
+
+
+def _is_greedy(raw: msgspec.Raw | None) -> bool:
+    if raw is None:
+        return False
+    text = bytes(raw)
+    if text in ZEROS:
+        return True
     try:
-        return raw != _NULL and _FLOAT.decode(raw) < bound
+        return text != NULL and _FLOAT.decode(text) < GREEDY_BELOW
     except msgspec.DecodeError:
         return False

@@ -38,7 +38,6 @@ BLOCK = 16
 HOT = tuple(range(5, 5 + 6 * BLOCK + 3))
 COLD = tuple(range(300, 300 + 6 * BLOCK))
 MIB = 1024 * 1024
-CALL_S = TransferSettings("", 0, "").call_timeout_s
 
 
 @lru_cache
@@ -295,7 +294,7 @@ def test_adapters_blocks_stay_where_they_are(tiny: Path, tmp_path: Path):
 @pytest.mark.parametrize("is_told", [False, True], ids=("asked", "told"))
 def test_an_owner_that_dies_in_the_midst_costs_the_time_and_no_block(tiny: Path, is_told: bool):
     """Before it answers for the second part, mostly (it may be quicker), or with that part told: over shared memory the read
-    ends and its confirmation is waited for, over TCP it is cut."""
+    ends and its confirmation is waited for (5 s), over TCP it is cut."""
     with engines(tiny, 20) as (owner, reader):
         (expected,) = warmed(owner, HOT)
         owner.core.hot.lender._part_blocks = 2
@@ -308,11 +307,10 @@ def test_an_owner_that_dies_in_the_midst_costs_the_time_and_no_block(tiny: Path,
                 owner.connector._agent.agent = None  # closes UCX's sockets, as the kernel does of a process
 
         found = seed(owner, reader, within_s=1.0, at=die)
-        assert found.blocks == 2
-        assert found.reason in ("deadline", "read")
+        assert (found.blocks, found.reason in ("deadline", "read")) == (2, True)
         assert found.seconds < 1.2
         assert answer(reader, HOT) == (2 * BLOCK, expected)
-        nothing_held(reader, within_s=2 * CALL_S)
+        nothing_held(reader, within_s=10.0)
 
 
 def test_a_reader_that_dies_in_the_midst_leaves_a_lease_that_runs_out(tiny: Path):
