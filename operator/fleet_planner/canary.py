@@ -4,6 +4,7 @@ status that the last pass wrote, and goes out the same way.
 A canary step lasts at least `interval` from the moment at which its workers serve, and until enough requests were answered; no
 data never passes a step. Every reading is judged: the first breach rolls back, at once. Workers that crash again and again are
 one, whether or not they have requests (crashes.py). A revision that was rolled back is not tried again; any other revision is.
+A rollout does not end because all old workers are lost at once, neither before its canary is judged nor while it is paused.
 The deadline for progress runs while workers are on their way: it begins anew when a step was passed and when a paused rollout
 goes on.
 """
@@ -48,6 +49,8 @@ class Scene:
     """By revision: how its workers crash, in words; those whose workers do not are absent."""
     unready: Mapping[str, str] = field(default_factory=dict)
     """By revision, while there are several: why workers are not ready, in words; may be empty."""
+    planned: frozenset[str] = frozenset()
+    """Revisions that were to have workers when they were planned last."""
 
 
 def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -> Course:
@@ -58,7 +61,7 @@ def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -
         target = known.stable  # a paused fleet begins nothing
     failed = known.failed if scene.wanted == known.failed else ""
     others = [group for name, group in scene.groups.items() if name != target and any(larger_of(group))]
-    if not others:
+    if not others and not _is_held_open(spec, known, target, scene):
         # at zero nothing is wanted, and a revision of which nothing ever ran was not rolled out to its end; one that serves alone
         # is what to return to, whole or not: it may lack nodes for as long as it lives
         serves = any(scene.want) and any(largest(scene.groups.get(target, Group(target)).ready, *scene.limits.ratio))
@@ -69,6 +72,14 @@ def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -
         told = {} if failed else {"message": scene.crashing.get(target, "")}
         return Course(target, None, status.model_copy(update={"percent": None, **told}))
     return _judged(spec, spec.canary, status, scene)
+
+
+def _is_held_open(spec: RolloutSpec, known: RolloutStatus, target: str, scene: Scene) -> bool:
+    """All old workers are gone at once, and are to come back: the new ones are still a canary, or the rollout is paused."""
+    if known.target != target or not any(scene.want):
+        return False
+    canary = spec.canary is not None and known.step < len(spec.canary.steps) and known.stable != target
+    return (canary and known.stable in scene.groups) or (spec.paused and bool(scene.planned - {target} & scene.groups.keys()))
 
 
 def overdue(spec: RolloutSpec, status: RolloutStatus, now: float) -> bool:

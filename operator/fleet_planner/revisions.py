@@ -99,9 +99,13 @@ def plan_tier(
     refused = _refused(fleet, tier, groups, observed.problems)
     groups |= {name: replace(groups[name], refused=True) for name in refused}
     wanted = observed.templates[tier.name].revision
-    scene = Scene(wanted, groups, telemetry.revisions, want, limits, now, crashing(replicas, now), _unready(replicas, now))
+    pools = {(pool.revision, pool.role): pool for pool in observed.pools if pool.tier == tier.name}
+    planned = _planned(pools)
+    had = frozenset(revision for revision, size in planned.items() if any(size))
+    unready_words = _unready(replicas, now)
+    scene = Scene(wanted, groups, telemetry.revisions, want, limits, now, crashing(replicas, now), unready_words, had)
     course = plot_course(fleet.spec.rollout, _before(fleet, tier).rollout, scene)
-    step = _step(fleet, tier, course, groups, want, limits, replicas, observed.pools)
+    step = _step(fleet, course, groups, want, limits, replicas, pools, planned)
     template = templates.get(course.target)
     rests = template is None or not template.flippable or step.rolling or pauses(remembered, now)
     free = None if rests else template
@@ -208,13 +212,13 @@ def _terms(
 
 def _step(
     fleet: InferenceFleet,
-    tier: TierSpec,
     course: Course,
     groups: Mapping[str, Group],
     want: Pair,
     limits: Limits,
     replicas: Mapping[str, Sequence[Replica]],
-    pools: Sequence[ObservedPool],
+    pools: Mapping[tuple[str, Role], ObservedPool],
+    planned: Mapping[str, Pair],
 ) -> Step:
     """A pause holds a rollout, but not the way back from a bad revision. So it is held when its own workers are excused
     (`astray.py`): nobody knows what they do, and those that it would take the place of are well."""
@@ -222,11 +226,15 @@ def _step(
     olds = [group for revision, group in groups.items() if revision != course.target]
     compat = _compats(replicas.get(course.target, ())) if olds else set[str]()
     olds = [replace(old, mates=_compats(replicas.get(old.revision, ())) == compat) for old in olds]
+    if course.canary is not None:
+        olds = [replace(old, returns=True) if old.revision == course.status.stable else old for old in olds]
     suspected = any([replica.leader.excused for replica in replicas.get(course.target, ())])
-    if (fleet.spec.rollout.paused or suspected) and not course.status.failed and any(any(old.alive) for old in olds):
-        mine = {(pool.revision, pool.role): pool for pool in pools if pool.tier == tier.name}
-        resized = any(pool.size not in (None, whole) for role, whole in zip(ROLES, want, strict=True) for pool in _of(mine, role))
-        return hold_step(want, new, olds, _planned(mine), limits, resized=resized)
+    paused = fleet.spec.rollout.paused
+    there = any(any(old.alive) or (paused and any(planned.get(old.revision, (0, 0)))) for old in olds)
+    if (paused or suspected) and not course.status.failed and there:
+        sizes = zip(ROLES, want, strict=True)
+        resized = any(pool.size not in (None, whole) for role, whole in sizes for pool in _of(pools, role))
+        return hold_step(want, new, olds, planned, limits, resized=resized)
     return plan_step(want, new, olds, limits, leaving_gpus=_leaving(replicas, limits), canary=course.canary)
 
 

@@ -60,6 +60,8 @@ class Group:
     """Some worker has its nodes and is not ready yet."""
     hopeless: bool = False
     """Nothing of it serves, and for a long time no worker of one role was ready."""
+    returns: bool = False
+    """Its workers come back though none is left: the new group is a canary."""
 
     @property
     def roomless(self) -> bool:
@@ -113,7 +115,7 @@ def plan_step(
 ) -> Step:
     """The sizes that follow from what exists. `leaving_gpus`: devices that terminating workers still hold."""
     ending = leaving_gpus > 0 and any(old.terminating for old in olds)
-    olds = [old for old in olds if any(old.alive) or any(old.ready)]
+    olds = [old for old in olds if any(old.alive) or any(old.ready) or old.returns]
     if not olds:
         have, spare = smaller(new.alive, want), _spare(want, (new,), limits, canary) - leaving_gpus
         return Step({new.revision: _repaired(have, want, spare, limits) if ending else want})
