@@ -3,7 +3,8 @@
 `refusals` are specs whose prefill and decode workers could never hand a KV block over or whose pods could never be made, or that
 take from the operator what it must set; the sources are named at each rule (NIXL compatibility: vLLM 0.32,
 `distributed/kv_transfer/kv_connector/v1/nixl`).
-`risks` are legal and often a mistake. Both read the manifest as the user wrote it, and skip what is absent.
+`risks` are legal and often a mistake. Both read the manifest as the user wrote it, and skip what is absent. `kv_settings` is what
+two revisions of a tier must agree on as well, to hand KV over to each other while one takes the place of the other.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ ALIKE_ENV = {
     "VLLM_ATTENTION_BACKEND": "each backend lays KV blocks out in its own way",
     "VLLM_KV_CACHE_LAYOUT": "the layouts of KV blocks would differ",
 }
+BLOCK_ARGS = (*ALIKE, "block-size")
+"""Arguments that decide what KV blocks hold and how long they are."""
+SPLIT = ("tensor", "pipeline")
+"""Sizes of parallelism that split KV over ranks."""
 DRAFTERS = ("eagle", "eagle3", "mtp", "deepseek_mtp", "draft_model")
 
 
@@ -79,6 +84,30 @@ def risks(manifest: Raw) -> list[str]:
     for index, tier in enumerate(spec["tiers"]):
         found += [*_transfer(spec, tier, index), *_asymmetric(tier, index), *_unreachable(tier, index)]
     return list(dict.fromkeys(found))
+
+
+def kv_settings(spec: Raw, index: int) -> dict[str, Any]:
+    """By role, what arguments, variables and parallelism of a vLLM tier say of its KV; nothing where they say nothing of it."""
+    found = {role: _kv_of(spec, index, role) for role in ROLES} if _vllm(spec) else {}
+    return {role: settings for role, settings in found.items() if settings}
+
+
+def _kv_of(spec: Raw, index: int, role: str) -> dict[str, Any]:
+    tier = spec["tiers"][index]
+    arguments, shape = of_role(spec, index, role), (tier.get(role) or {}).get("parallelism") or tier.get("parallelism") or {}
+    found: dict[str, Any] = {f"--{name}": arguments[name].value for name in BLOCK_ARGS if name in arguments}
+    drafter = arguments.get("speculative-config")
+    if drafter is not None and _drafts(drafter.value):
+        found["--speculative-config"] = drafter.value
+    variables = _env_of(tier, role)
+    found |= {name: variables[name] for name in ALIKE_ENV if name in variables}
+    return found | {name: shape[name] for name in SPLIT if shape.get(name, 1) != 1}
+
+
+def _env_of(tier: Raw, role: str) -> dict[str, str]:
+    """Variables of a role's pods, each as the user wrote it."""
+    template = (tier.get(role) or {}).get("podTemplate") or {}
+    return {entry["name"]: json.dumps(entry, sort_keys=True) for entry in template.get("env") or []}
 
 
 def _vllm(spec: Raw) -> bool:
@@ -120,10 +149,7 @@ def _said(argument: Argument | None) -> str:
 
 
 def _unlike_env(spec: Raw, index: int) -> Iterator[str]:
-    values = []
-    for role in ("prefill", "decode"):
-        template = (spec["tiers"][index].get(role) or {}).get("podTemplate") or {}
-        values.append({entry["name"]: json.dumps(entry, sort_keys=True) for entry in template.get("env") or []})
+    values = [_env_of(spec["tiers"][index], role) for role in ROLES]
     for name, why in ALIKE_ENV.items():
         if values[0].get(name) != values[1].get(name):
             yield f"spec.tiers[{index}]: Invalid value: env {name} must be the same in both roles: {why}"

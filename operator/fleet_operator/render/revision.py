@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
+from fleet_api.compat import kv_settings
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.tier import PRICE_MOST, TierSpec
 from fleet_operator.cluster.interface import Object
@@ -148,6 +149,9 @@ def compat_of(fleet: InferenceFleet, tier: TierSpec, platform: Platform) -> str:
         "kv_cache_dtype": fleet.spec.engine.kv_cache_dtype,
         "quantization": tier.quantization,
     }
+    spec = fleet.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    if settings := kv_settings(spec, fleet.spec.tiers.index(tier)):  # fleets without any keep the hash that they always had
+        agreed["kv"] = settings
     if hands_over(fleet):  # workers that ask for a proof never pair with those that know none, nor with those of another Secret
         named = fleet.spec.peer_key
         agreed["proven"] = named.secret_ref.to_dict() if named is not None else {}

@@ -1,0 +1,104 @@
+"""What of a vLLM worker's arguments, variables and shape decides how its KV blocks look is part of its compatibility."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fleet_api.parse import parse_fleet
+from fleet_operator.cluster.interface import CONFIG_MAP
+from fleet_operator.observe import workers_told
+from fleet_operator.render.revision import compat_of
+from fleet_operator.settings import Platform
+from fleet_wire.endpoints import Endpoint
+from tests.fleet_operator.world import NAMESPACE, World, manifest, play
+
+GPU = {"name": "t", "accelerator": {"type": "h100-sxm"}}
+DRAFTER = '{"method": "eagle", "model": "org/draft", "num_speculative_tokens": 3}'
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
+
+
+def vllm(args: list[str] | None = None, **tier: Any) -> dict[str, Any]:
+    return manifest(engine={"type": "vllm", **({"args": args} if args else {})}, tiers=[{**GPU, **tier}])
+
+
+def compat(wish: dict[str, Any]) -> str:
+    fleet = parse_fleet(wish)
+    return compat_of(fleet, fleet.spec.tiers[0], Platform())
+
+
+def both(**role: Any) -> dict[str, Any]:
+    return {"prefill": role, "decode": role}
+
+
+def env(name: str, value: str) -> dict[str, Any]:
+    return both(podTemplate={"env": [{"name": name, "value": value}]})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(vllm(["--dtype=float16"]), id="dtype"),
+        pytest.param(vllm(["--dtype", "float16"]), id="dtype-in-two-words"),
+        pytest.param(vllm(["--attention-backend=FLASHINFER"]), id="backend"),
+        pytest.param(vllm(["--hf-overrides", '{"rope_theta": 1}']), id="overrides"),
+        pytest.param(vllm(["--revision=v2"]), id="weights"),
+        pytest.param(vllm(["--block-size=32"]), id="block-size"),
+        pytest.param(vllm(["--speculative-config", DRAFTER]), id="drafter"),
+        pytest.param(vllm(**both(args=["--dtype=float16"])), id="dtype-of-the-roles"),
+        pytest.param(vllm(**env("VLLM_KV_CACHE_LAYOUT", "NHD")), id="layout"),
+        pytest.param(vllm(parallelism={"tensor": 4}), id="ranks"),
+        pytest.param(vllm(decode={"parallelism": {"tensor": 2}}), id="ranks-of-a-role"),
+    ],
+)
+def test_what_changes_kv_is_another_compatibility(other: dict[str, Any]) -> None:
+    """Incident: in a rollout that set --dtype old prefill workers were paired with new decode workers. vLLM compares a hash of
+    its own when these greet each other and hands nothing over (kv_load_failure_policy fail): such requests failed."""
+    assert compat(other) != compat(vllm())
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        pytest.param(vllm(["--gpu-memory-utilization=0.8"]), id="memory"),
+        pytest.param(vllm(["--max-num-batched-tokens", "512"]), id="batch"),
+        pytest.param(vllm(["--speculative-config", NGRAM]), id="no-drafter"),
+        pytest.param(vllm(**env("VLLM_LOGGING_LEVEL", "DEBUG")), id="another-variable"),
+        pytest.param(vllm(parallelism={"tensor": 1}), id="a-default-written-out"),
+        pytest.param(vllm(decode={"args": ["--max-num-seqs=8"]}), id="of-one-role"),
+    ],
+)
+def test_what_does_not_change_kv_is_none(same: dict[str, Any]) -> None:
+    assert compat(same) == compat(vllm())
+
+
+def test_however_it_is_written_it_is_one_compatibility() -> None:
+    written = [vllm(["--dtype=float16"]), vllm(["--dtype", "float16"]), vllm(**both(args=["--dtype=float16"]))]
+    assert len({compat(wish) for wish in written}) == 1
+
+
+def test_old_and_new_workers_of_such_a_rollout_serve_in_pairs_of_their_own() -> None:
+    """What routers are told at each step: never an old prefill worker for a new decode worker, or the other way round."""
+    cpu = [{"name": "t", "accelerator": {"type": "cpu"}}]
+
+    async def scenario(world: World) -> None:
+        old = {one.compat for one in await told(world)}
+        await world.user.apply(manifest(engine={"type": "vllm", "args": ["--dtype=float16"]}, tiers=cpu))
+        for _ in range(20):
+            await world.step()
+            groups: dict[str, set[str]] = {}
+            for one in await told(world):
+                groups.setdefault(one.compat, set()).add(one.role)
+            assert groups
+            assert all(roles == {"prefill", "decode"} for roles in groups.values())
+        assert old.isdisjoint(groups)
+
+    play(scenario, engine={"type": "vllm"}, tiers=cpu)
+
+
+async def told(world: World) -> list[Endpoint]:
+    """Workers that routers may use."""
+    found = workers_told(await world.store.get(CONFIG_MAP, NAMESPACE, "f-router"))
+    assert found is not None
+    return [one for one in found if one.state == "serving"]
