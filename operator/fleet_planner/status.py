@@ -163,7 +163,7 @@ def _rolling(fleet: InferenceFleet, views: Sequence[TierView], observed: Observe
     if failed:
         return "False", "RolledBack", f"{'; '.join(failed)}; the old revision serves; mend the spec to try another one"
     rolling = [f"tier {view.tier.name}: {_moving(view.plan.rollout)}" for view in views if view.plan.rolling]
-    rolling += _not_begun(fleet, views, observed) + _left({view.tier.name for view in views}, observed)
+    rolling += _not_served(views) + _not_begun(fleet, views, observed) + _left({view.tier.name for view in views}, observed)
     if rolling and fleet.spec.rollout.paused:
         return "True", "Paused", "; ".join(rolling)
     return (
@@ -185,6 +185,13 @@ def _not_coming(view: TierView, observed: Observed, now: float) -> str:
     mine = [pod for pod in observed.pods if (pod.tier, pod.revision) == (view.tier.name, view.plan.revision)]
     causes = unready([pod for pod in mine if not pod.ready and not pod.terminating], now)
     return f"; {causes}" if causes else ""
+
+
+def _not_served(views: Sequence[TierView]) -> list[str]:
+    """Tiers whose old workers are lost, all of them, before the new revision ever served, in words; none at zero."""
+    mine = [view for view in views if not view.plan.rolling and any((view.decision.prefill, view.decision.decode))]
+    lost = [view for view in mine if view.plan.rollout.stable not in ("", view.plan.revision)]
+    return [f"tier {view.tier.name}: revision {view.plan.revision} has not served yet" for view in lost]
 
 
 def _not_begun(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed) -> list[str]:

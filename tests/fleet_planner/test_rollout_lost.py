@@ -75,3 +75,18 @@ def test_a_paused_rollout_whose_old_revision_is_lost_keeps_each_group_at_its_siz
     world.now += 120
     world.steps(12)
     assert world.sizes() == ((0, 0), (2, 4))
+
+
+@pytest.mark.parametrize("change", HOW)
+def test_a_rollout_whose_old_revision_is_lost_is_not_complete_before_the_new_one_serves(change: dict[str, Any] | None) -> None:
+    """Incident: `fleet rollout status` ended with 0 while nothing served."""
+    world = World()
+    world.steps(1)
+    lose_all(world, OLD, change)
+    lose_all(world, NEW, {"ready": False})
+    plan = world.steps(1)
+    assert world.rolling(plan) == ("Progressing", f"tier t: revision {NEW} has not served yet")
+    forget_terminating(world)
+    world.observed = replace(world.observed, pods=tuple(replace(p, ready=True) for p in world.observed.pods))
+    assert world.rolling(world.steps(2))[0] == "Complete"
+    assert world.sizes() == ((0, 0), (2, 4))
