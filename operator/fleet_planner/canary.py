@@ -4,6 +4,7 @@ status that the last pass wrote, and goes out the same way.
 A canary step lasts at least `interval` from the moment at which its workers serve, and until enough requests were answered; no
 data never passes a step. Every reading is judged: the first breach rolls back, at once. Workers that crash again and again are
 one, whether or not they have requests (crashes.py). A revision that was rolled back is not tried again; any other revision is.
+Only what routers counted since its rollout began is its own.
 A rollout does not end because all old workers are lost at once, neither before its canary is judged nor while it is paused.
 The deadline for progress runs while workers are on their way: it begins anew when a step was passed and when a paused rollout
 goes on.
@@ -12,7 +13,7 @@ goes on.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from fleet_api.conditions import rfc3339
@@ -67,7 +68,8 @@ def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -
         serves = any(scene.want) and any(largest(scene.groups.get(target, Group(target)).ready, *scene.limits.ratio))
         stable = target if serves or not known.stable else known.stable
         return Course(target, None, RolloutStatus(stable=stable, failed=failed, message=known.message if failed else ""))
-    status = _progress(known if known.target == target else _begun(known, target), scene, target, failed, paused=spec.paused)
+    begun = known if known.target == target else _begun(known, target, scene)
+    status = _progress(begun, scene, target, failed, paused=spec.paused)
     if spec.canary is None or target == known.stable:
         told = {} if failed else {"message": scene.crashing.get(target, "")}
         return Course(target, None, status.model_copy(update={"percent": None, **told}))
@@ -103,8 +105,25 @@ def _present(scene: Scene) -> str:
     return found[0].revision if found and any(found[0].ready) else ""
 
 
-def _begun(known: RolloutStatus, target: str) -> RolloutStatus:
-    return RolloutStatus(stable=known.stable, target=target)
+def _begun(known: RolloutStatus, target: str, scene: Scene) -> RolloutStatus:
+    """Where it has workers by now it was begun before, and what is known of that was lost."""
+    there = any(larger_of(scene.groups.get(target, Group(target))))
+    load = None if there else scene.loads.get(target)
+    before = (0, 0) if load is None else (round(load.total_requests), round(load.total_errors))
+    counted = {"requests_before": before[0] or None, "errors_before": before[1] or None}
+    return RolloutStatus(stable=known.stable, target=target, **counted)
+
+
+def _since(load: RevisionLoad | None, status: RolloutStatus) -> RevisionLoad | None:
+    """What routers counted of it since its rollout began: a revision that one returns to, or tries again, has served before. The
+    window may reach further back. Routers that started anew count from nothing."""
+    before, failed = status.requests_before or 0, status.errors_before or 0
+    if load is None or not before or load.total_requests < before:
+        return load
+    requests, errors = load.total_requests - before, max(0.0, load.total_errors - failed)
+    return replace(
+        load, requests=min(load.requests, requests), errors=min(load.errors, errors), total_requests=requests, total_errors=errors
+    )
 
 
 def _progress(status: RolloutStatus, scene: Scene, target: str, failed: str, *, paused: bool = False) -> RolloutStatus:
@@ -121,7 +140,7 @@ def _progress(status: RolloutStatus, scene: Scene, target: str, failed: str, *, 
 
 def _judged(spec: RolloutSpec, canary: CanarySpec, status: RolloutStatus, scene: Scene) -> Course:
     """One look at the new revision: back, on, or wait."""
-    new, stable = scene.loads.get(status.target), scene.loads.get(status.stable)
+    new, stable = _since(scene.loads.get(status.target), status), scene.loads.get(status.stable)
     breach = _breach(canary.analysis, new, stable) or scene.crashing.get(status.target, "")
     if not breach and overdue(spec, status, scene.now):
         why = scene.unready.get(status.target, "")

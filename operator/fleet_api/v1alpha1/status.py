@@ -58,6 +58,11 @@ class RolloutStatus(ApiModel):
     percent: Count | None = Field(default=None, description="Share of the requests that the canary gets now.")
     progress: str = Field(default="", description="Workers of the new and of the old revisions.")
     progress_since: str = Field(default="", description="When that last changed, RFC 3339 in UTC.")
+    requests_before: Count | None = Field(
+        default=None,
+        description="Requests that routers had counted of the target before its rollout; absent: none. Those since judge it.",
+    )
+    errors_before: Count | None = Field(default=None, description="Those of them that failed; absent: none.")
     failed: str = Field(default="", description="The revision that was rolled back; it is not tried again.")
     message: str = Field(default="", description="Why it was rolled back, or what the rollout waits for.")
 

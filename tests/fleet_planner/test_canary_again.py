@@ -1,0 +1,72 @@
+"""A canary of a revision that has served before: routers count from their start, and what they counted then says nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fleet_api.v1alpha1.status import RolloutStatus
+from fleet_planner.canary import Course, Scene, plot_course
+from fleet_planner.types import RevisionLoad
+from tests.fleet_planner.test_canary import GOOD, NEW, NOW, OLD, scene, spec
+
+LONG_AGO = RevisionLoad(0, 0, 10_000, 300)
+"""Three of a hundred failed, all of them long ago."""
+
+
+def follow(*scenes: Scene) -> list[Course]:
+    """From a fleet that serves as OLD, each look with the status that the last one wrote, as it is read back."""
+    status, found = RolloutStatus(stable=OLD), list[Course]()
+    for one in scenes:
+        found.append(plot_course(spec(), status, one))
+        status = RolloutStatus.model_validate(found[-1].status.to_dict())
+    return found
+
+
+def plus(requests: int, errors: int, *, window: bool = True) -> RevisionLoad:
+    """So many more since then."""
+    lately = {"requests": requests, "errors": errors} if window else {}
+    return replace(LONG_AGO, total_requests=10_000 + requests, total_errors=300 + errors, **lately)
+
+
+def test_an_undo_goes_to_a_revision_of_which_requests_once_failed() -> None:
+    """Incident: `fleet rollout undo` of a bad revision was itself rolled back, in its first pass, for errors of last month."""
+    looks = [scene(loads={OLD: GOOD, NEW: LONG_AGO}), scene((1, 1), {OLD: GOOD, NEW: plus(30, 0)}, NOW + 1)]
+    assert [(course.target, course.rolled_back) for course in follow(*looks)] == [(NEW, "")] * 2
+
+
+def test_requests_of_before_pass_no_step() -> None:
+    later = [scene((1, 1), {OLD: GOOD, NEW: plus(given, 0)}, NOW + at) for at, given in ((1, 3), (999, 19), (1_000, 20))]
+    looks = [scene(loads={OLD: GOOD, NEW: LONG_AGO}), *later]
+    steps = follow(*looks)
+    assert [course.status.step for course in steps] == [0, 0, 0, 1]
+    assert "19 of 20 requests" in steps[2].status.message
+
+
+@pytest.mark.parametrize("window", [True, False])
+def test_what_fails_since_then_rolls_back(window: bool) -> None:
+    looks = [scene(loads={OLD: GOOD, NEW: LONG_AGO}), scene((1, 1), {OLD: GOOD, NEW: plus(100, 2, window=window)}, NOW + 1)]
+    assert "2 of 100 requests failed" in follow(*looks)[-1].rolled_back
+
+
+def test_what_failed_a_moment_before_it_began_is_not_counted() -> None:
+    """The window reaches back to the last try, and to the routers' start when the operator has just started."""
+    lately = RevisionLoad(100, 50, 100, 50)
+    looks = [scene(loads={OLD: GOOD, NEW: lately}), scene((1, 1), {OLD: GOOD, NEW: replace(lately, total_requests=130)}, NOW + 1)]
+    assert [course.rolled_back for course in follow(*looks)] == ["", ""]
+
+
+def test_routers_that_start_again_count_from_nothing() -> None:
+    fresh = RevisionLoad(40, 1, 40, 1)
+    looks = [scene(loads={OLD: GOOD, NEW: LONG_AGO}), scene((1, 1), {OLD: GOOD, NEW: fresh}, NOW + 1)]
+    assert "1 of 40 requests failed" in follow(*looks)[-1].rolled_back
+
+
+def test_a_revision_that_was_rolled_back_is_tried_again_after_another_one() -> None:
+    bad = RevisionLoad(100, 50, 100, 50)
+    begun = [scene(), scene((1, 1), {OLD: GOOD, NEW: bad}, NOW + 1), scene((0, 0), {OLD: GOOD, NEW: bad}, NOW + 2)]
+    reverted = scene((0, 0), {OLD: GOOD, NEW: bad}, NOW + 3, wanted=OLD)
+    again = [scene((0, 0), {OLD: GOOD, NEW: bad}, NOW + 4), scene((1, 1), {OLD: GOOD, NEW: bad}, NOW + 5)]
+    courses = follow(*begun, reverted, *again)
+    assert [course.target for course in courses] == [NEW, OLD, OLD, OLD, NEW, NEW]
