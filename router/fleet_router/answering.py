@@ -357,9 +357,9 @@ class Answering(Metering):
         return not self._ask.stream and self._connection is not None and self._connection.sized
 
     def _goes_on_until(self, now: float) -> None:
-        """Something came. Of an answer that comes as a whole the head may come early: its tokens are still to be made."""
+        """Something came. A head may come early: the first token, or all of them, are still to be made."""
         next_s = now + self.config.inter_token_deadline_s
-        self.deadline = next_s if self._ask.stream else max(next_s, self._until_whole())
+        self.deadline = max(next_s, self._until_whole()) if self._first or not self._ask.stream else next_s
 
     def _keep_no_more(self) -> bytes:
         """The stream grew too long to be carried on; returns what was held back."""

@@ -62,8 +62,17 @@ class Carrying(Measuring):
         tried = self._excluded | {failed.uid}
         return tried if isinstance(self._pick(tried), Choice) else self._barred | {failed.uid}
 
+    def begins_anew(self) -> bool:
+        """The client has a stream's head, and no more: whoever answers it now may say anything."""
+        if self.config.resume == "off" or self.record.status != OK or not self._streams:
+            return False
+        return (self._splits and not self._tail) if self._translation is None else not self._translation.spoken
+
     def _said(self) -> Said | None:
         """What the client has; None when it cannot be known."""
+        if self.begins_anew():
+            self._forget_half()
+            return Said(begun=False)
         if self._sent is not None and self._sent.carries:
             return said_of(unframed(self._sent.kept()))
         if self._heard is None or self._translation is None:
@@ -76,9 +85,19 @@ class Carrying(Measuring):
         self._heard.keep_only(whole + end)  # what the next worker says stands behind that, and not behind half an event
         return said_of(whole)
 
+    def _forget_half(self) -> None:
+        """Half of an event came that nobody was told of."""
+        if self._sent is not None:
+            self._sent.keep_only(b"")
+        if self._heard is not None:
+            self._heard.keep_only(b"")
+        if self._translation is not None:
+            self._translation.forget_partial()
+
     def _carry_on(self, said: Said, start: Start, prompt: list[int]) -> None:
         self._ask = continued(self._asked, said, start, prompt) if start.tokens else self._asked
-        self._again = Again(said, start, as_chat=start.tokens > 0 and self._path == CHAT_PATH, ends=self._context.ends)
+        ends = self._context.ends if CALLS.isdisjoint(self._asked.fields) else None
+        self._again = Again(said, start, as_chat=start.tokens > 0 and self._path == CHAT_PATH, ends=ends)
         self.begin()
 
     def resumed(self) -> None:
@@ -88,6 +107,17 @@ class Carrying(Measuring):
     def heard_again(self) -> None:
         """It says something."""
         self._lease = None
+        self._answers(self._context.clock())
+
+    def _first_bytes(self, now: float) -> None:
+        """See `Answering`. A head alone is no answer: servers give it whose engine hangs."""
+        if self._streams:
+            self._answers(now)
+        super()._first_bytes(now)
+
+    def _answers(self, now: float) -> None:
+        if self._leg_worker is not None:
+            self._leg_worker.answers(self.sent_at, now)
 
     def cannot_resume(self, why: str) -> None:
         """What the other worker says is not what the first one said: nobody is to be believed."""

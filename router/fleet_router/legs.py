@@ -147,7 +147,8 @@ class DecodeLeg:
             return
         if status == OK and self._is_odd(head, stream=not self.takes_whole):
             return
-        self._worker.answers(self._flow.sent_at, self._flow.clock())
+        if status != OK or self.takes_whole:  # the head of a stream says nothing of what follows: see `Carrying._first_bytes`
+            self._worker.answers(self._flow.sent_at, self._flow.clock())
         self._flow.head(status, head)
 
     def on_head_alone(self) -> None:
@@ -227,9 +228,10 @@ class TranslatedLeg(DecodeLeg):
             return
         if self._is_odd(head, stream=self._translation.stream):
             return
-        self._worker.answers(self._flow.sent_at, self._flow.clock())
         if self._translation.stream:
             self._flow.head(status, EVENT_STREAM)
+        else:
+            self._worker.answers(self._flow.sent_at, self._flow.clock())
 
     def on_head_alone(self) -> None:
         if self._translation.stream and not self._held and not self._refused:
@@ -318,7 +320,6 @@ class ResumedLeg(DecodeLeg):
             return
         if self._is_odd(head, stream=True):
             return
-        self._worker.answers(self._flow.sent_at, self._flow.clock())
         self._flow.resumed()
 
     def on_head_alone(self) -> None:

@@ -197,10 +197,7 @@ def test_r9_an_empty_answer_is_asked_for_elsewhere(more: dict[str, Any], path: s
             worker.behave = empty
         status, got = await rig.post(ask(prompt="short", **more), path)
         assert status == 200
-        if alone and rest and "stream" in more and "seed" not in more:  # the client has the head
-            assert b"bad_gateway" in got
-        else:
-            assert b"hello" in got or b"[DONE]" in got
+        assert b"hello" in got or b"[DONE]" in got
         assert rig.context.metrics.of("t", "r").errors == 1
 
     run(go, prefill=0, decode=2)

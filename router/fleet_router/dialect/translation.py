@@ -76,8 +76,8 @@ class Translation(ABC):
         """A whole answer, as far as it came."""
         self.broke = ""
         """The worker's words, when its stream told of an error: nothing behind it is read."""
-        self.complete = False
-        """The client has the last event of a stream."""
+        self.spoken = self.complete = False
+        """An event of a stream came, and [DONE] alone is no answer; the client has its last one."""
 
     def take_body(self) -> bytes:
         """The worker's request, once: the parsed form is let go, which is several times as large, is counted by nobody, and would
@@ -137,8 +137,6 @@ class ChatTranslation(Translation):
     def __init__(self, request_id: str) -> None:
         super().__init__(request_id)
         self._events = Events()
-        self._spoken = False
-        """An event came: [DONE] alone is no answer."""
         self._last = b""
         """The last event with a choice in it."""
         self._may_call = False
@@ -164,7 +162,6 @@ class ChatTranslation(Translation):
             return b""
         if payload == DONE:
             return self._done()
-        self._spoken = True
         chunk = completion(payload)
         if chunk.told_error:
             self.broke = words_of(payload) or ""
@@ -173,6 +170,7 @@ class ChatTranslation(Translation):
             self.complete = True
             words = (bytes(chunk.error) or payload)[:500].decode(errors="replace")
             return self.failed(RequestError(502, f"the worker broke the stream off: {words}"))
+        self.spoken = True
         self._know(chunk)
         if chunk.choices:
             self._last = payload
@@ -186,8 +184,8 @@ class ChatTranslation(Translation):
         if self.ends.said and not self._may_call and goes_on(self._last):
             self.broke = UNENDED
             return b""
-        self.complete = self._spoken
-        return self.finished() if self._spoken else b""
+        self.complete = self.spoken
+        return self.finished() if self.spoken else b""
 
     def cut_short(self, why: Why, used: tuple[int, int]) -> bytes:
         """See `Translation`. A finish_reason of its own, because `stop` would be an end that the model wished."""

@@ -1,8 +1,9 @@
 """A stream that broke, carried on by another worker as if nothing had happened, or not at all.
 
-Only requests whose tokens are determined (greedy or seeded, one choice, no field that we do not know) are carried on. The other
-worker begins somewhat earlier than where the first one stopped; what it says again must be what the client has, text and token
-ids, and is left out. One difference and the stream ends with an error: a wrong token is worse than none.
+Only requests whose tokens are determined (greedy or seeded, one choice, no field that we do not know) are carried on, and those
+of which the client has the head alone, which engines may send long before the first token: these begin anew. The other worker
+begins somewhat earlier than where the first one stopped; what it says again must be what the client has, text and token ids, and
+is left out. One difference and the stream ends with an error: a wrong token is worse than none.
 
 Two ways: `prefill` begins with the prompt and the tokens sent, less the last few; it needs the ids in the stream and an engine
 whose draws depend on seed and position alone. `replay` begins from nothing with the same request.
@@ -18,6 +19,8 @@ import msgspec
 
 from fleet_router.ask import Ask
 from fleet_router.dialect.chat import BOM, DONE, UNENDED, Ends, goes_on, payload_of
+from fleet_router.expected import NO_CHOICE
+from fleet_router.request import is_object
 from fleet_wire.unreadable import UNREADABLE
 
 OWN_HISTORY: Final[Mapping[str, tuple[object, ...]]] = {
@@ -41,6 +44,8 @@ class Said:
     text: str = ""
     ids: list[int] | None = field(default_factory=list)
     """None: some event with text had none."""
+    begun: bool = True
+    """It has an event at least."""
     id: object = None
     created: object = 0
     finish: object = None
@@ -53,14 +58,14 @@ class Said:
 def said_of(events: bytes) -> Said | None:
     """Of whole events, read as the client reads them: one that we passed over would be said to it again. None when something is
     among them that cannot be compared."""
-    said = Said()
+    said = Said(begun=False)
     for event in events.removeprefix(BOM).replace(b"\r\n", b"\n").split(b"\n\n"):
         if (payload := payload_of(event)) in (b"", DONE):
             continue
         try:
             found = msgspec.json.decode(payload)
             choice = found["choices"][0] if found["choices"] else None
-            said.id, said.created = found.get("id"), found.get("created")
+            said.begun, said.id, said.created = True, found.get("id"), found.get("created")
             said.usage = said.usage or (choice is None and bool(found.get("usage")))
             text, ids = ("", []) if choice is None else _step(choice)
         except (*UNREADABLE, KeyError, TypeError, AttributeError, DiffersError):
@@ -147,6 +152,8 @@ class Again:
         self._first = start.tokens > 0
         self._last = b""
         """The other worker's last event with a choice in it."""
+        self._spoken = False
+        """It has said something to a client that had nothing."""
         self.done = False
         """[DONE] has come."""
 
@@ -156,6 +163,8 @@ class Again:
             self._must_be_at_an_end()
             self.done = True
             return b"data: [DONE]\n\n"
+        if not self._said.begun:
+            return self._as_it_is(payload)
         try:
             found = msgspec.json.decode(payload)
             if choices := found["choices"]:
@@ -170,7 +179,18 @@ class Again:
         found.pop("prompt_token_ids", None)
         return b"data: " + msgspec.json.encode(found) + b"\n\n"
 
+    def _as_it_is(self, payload: bytes) -> bytes:
+        """Of a client that has nothing yet, not even an id: this is its stream from the beginning."""
+        if not is_object(payload):
+            raise DiffersError("the worker's event is not JSON")
+        self._spoken = True
+        if not any(payload.find(mark) >= 0 for mark in NO_CHOICE):
+            self._last = payload
+        return b"data: %b\n\n" % payload.replace(b"\n", b"\ndata: ")
+
     def _must_be_at_an_end(self) -> None:
+        if not (self._said.begun or self._spoken):
+            raise DiffersError("the worker's answer is empty")
         self._must_be_through()
         if self._ends.said and goes_on(self._last):
             raise DiffersError(UNENDED)

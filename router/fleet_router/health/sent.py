@@ -141,7 +141,7 @@ class Sent:
 
     def keep_only(self, data: bytes) -> None:
         """This is what the client has, and no more."""
-        self._kept, self._size, self._joined = [data], len(data), 0
+        self._kept, self._size, self._joined, self._rest = [data], len(data), 0, b""
 
     def _up_to_an_end(self, data: bytes) -> bytes:
         at = len(data) if ends_whole(data) else events_end(data, len(data))

@@ -111,7 +111,9 @@ def test_wherever_a_stream_breaks_the_client_gets_each_token_once(
     assert whole.ids == ids if with_ids else whole.ids is None
     assert whole.finish == "length"
     if broken < count or said.finish is None:
-        assert f'"prompt_tokens":{len(prompt)},"completion_tokens":{count}'.encode() in new
+        assert f'"prompt_tokens":{len(prompt)},"completion_tokens":{count}'.encode() in new.replace(b": ", b":").replace(
+            b", ", b","
+        )
 
 
 @given(st.integers(10, 30), st.data())
