@@ -121,7 +121,7 @@ class Flow(Hedging):
 
     def _has_more_time(self, now: float) -> bool:
         """The deadline is of a first token, and what is waited for is more."""
-        if (worker := self._leg_worker) is not None and self._comes_whole(worker):
+        if self._leg_worker is not None and self._comes_whole():
             self.deadline = self._until_whole()
         return now <= self.deadline
 
@@ -364,11 +364,12 @@ class Flow(Hedging):
         if worker is None or self._paused:
             return None
         heard_at = self.last_byte_at if self.started else self.sent_at
-        return Waits(worker.uid, self.sent_at, max(heard_at, self.sent_at), self._comes_whole(worker))
+        return Waits(worker.uid, self.sent_at, max(heard_at, self.sent_at), self._comes_whole())
 
-    def _comes_whole(self, worker: Worker) -> bool:
-        """Nothing is heard of this leg before its end, and its end is not near: a prefill's is."""
-        return not self._ask.stream and worker.role == "decode" and not isinstance(self._leg, TokenizeLeg)
+    def _comes_whole(self) -> bool:
+        """Nothing is heard of this leg before its end, and its end is not near: a prefill's is. Prefill workers decode, too, when
+        the others are full."""
+        return not self._ask.stream and not isinstance(self._leg, (PrefillLeg, TokenizeLeg))
 
     def names_no_model(self, body: bytes) -> bool:
         """A 404 that says that there is no such model; under an adapter any 404 does."""
@@ -422,7 +423,7 @@ class Flow(Hedging):
         if self._has_more_time(now):
             return
         worker = self._leg_worker
-        whole = worker is not None and self._comes_whole(worker)
+        whole = worker is not None and self._comes_whole()
         if worker is not None:
             blamed = self._had_its_time(self.sent_at, now)
             if blamed and whole and worker.heard_at < self.sent_at:

@@ -253,6 +253,30 @@ def test_a_prefill_leg_is_short_whatever_is_asked_for():
     run(go)
 
 
+def test_a_prefill_worker_that_decodes_has_as_long_as_any():
+    """Incident: while all decode workers were full, what was kept on a prefill worker was cut after the time of a prefill, and
+    its worker put out for it."""
+
+    async def go(rig: Rig) -> None:
+        busy, (decode,) = Slow(), rig.context.table.by_role["decode"]
+        rig.prefill[0].behave = busy
+        decode.elsewhere(1, 0, rig.context.clock())
+        posted = asyncio.create_task(rig.post(ask(prompt=LONG, max_tokens=4000)))
+        await until(lambda: busy.asked == 1)
+        assert "kv_transfer_params" not in rig.prefill[0].seen[0]
+        (unheard,) = watch(rig.context, rig.connections, rig.context.clock() + SILENT_S)
+        assert unheard is rig.context.table.by_role["prefill"][0]
+        rig.sweep(CONFIG.first_token_deadline_s + 10)
+        await asyncio.sleep(0)
+        assert not posted.done()
+        busy.go.set()
+        assert (await posted)[0] == 200
+        assert (rig.context.table.trouble.ejections, unheard.breaker.failures) == (0, 0)
+        decode.elsewhere(0, 0, rig.context.clock())
+
+    run(go, config=msgspec.structs.replace(CONFIG, worker_slots=1, decide="cost"))
+
+
 def test_a_head_that_comes_early_is_no_first_token_of_an_answer_as_a_whole():
     async def go(rig: Rig) -> None:
         over = asyncio.Event()
