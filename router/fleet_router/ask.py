@@ -65,11 +65,11 @@ class Ask:
 class Hints:
     """What a request says of itself besides its prompt. Nothing of it is needed."""
 
-    __slots__ = ("blocks", "headers", "local", "others", "precise", "session", "tier", "tokens")
+    __slots__ = ("blocks", "headers", "keeps", "local", "others", "precise", "session", "tier", "tokens")
 
     def __init__(
         self, session: bytes = b"", headers: Mapping[bytes, bytes] = NO_HEADERS, others: float = 1.0, local: bool = False,
-        tokens: float = 0.0, blocks: Steps = (), precise: int = 0, tier: str = "",
+        tokens: float = 0.0, blocks: Steps = (), precise: int = 0, tier: str = "", keeps: bool = True,
     ) -> None:  # fmt: skip
         self.session = session
         """Value of the session header."""
@@ -87,15 +87,25 @@ class Hints:
         """Workers, as bits, of which it knows all."""
         self.tier = tier
         """Only this tier may answer, the others have another model; empty: any may."""
+        self.keeps = keeps
+        """A prefill worker may decode it, too, when the decode workers are full."""
 
     def prefilled_locally(self) -> Hints:
         """The same, without a prefill worker."""
-        return Hints(self.session, self.headers, self.others, True, self.tokens, self.blocks, self.precise, self.tier)
+        return Hints(self.session, self.headers, self.others, True, self.tokens, self.blocks, self.precise, self.tier, self.keeps)
 
     def of_tier(self, tier: str) -> Hints:
         """The same, for workers of this tier alone."""
-        return Hints(self.session, self.headers, self.others, self.local, self.tokens, self.blocks, self.precise, tier)
+        return Hints(
+            self.session, self.headers, self.others, self.local, self.tokens, self.blocks, self.precise, tier, self.keeps
+        )
+
+    def decoded_apart(self) -> Hints:
+        """The same, for a decode worker in any case."""
+        return Hints(
+            self.session, self.headers, self.others, self.local, self.tokens, self.blocks, self.precise, self.tier, False
+        )
 
     def counted(self, tokens: float, blocks: Steps, precise: int) -> Hints:
         """The same, with what the precise index says."""
-        return Hints(self.session, self.headers, self.others, self.local, tokens, blocks, precise, self.tier)
+        return Hints(self.session, self.headers, self.others, self.local, tokens, blocks, precise, self.tier, self.keeps)

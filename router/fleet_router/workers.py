@@ -260,7 +260,7 @@ class WorkerTable:
                 usable = within(hints.tier, usable)
             ask = CostAsk(
                 tokens, key, now, config.load_bound, config.min_uncached_tokens, config.decide == "cost", hints.local,
-                hints.others, adapter, bool(hints.session),
+                hints.others, adapter, bool(hints.session), hints.keeps,
             )  # fmt: skip
             offer = routing.decide(ask, steps, tier=tier, usable=usable)
             if offer is not None and self.pairs.breakers and self._blocked(offer, now):

@@ -138,6 +138,25 @@ def test_a_worker_outside_of_the_gateways_subset_is_not_picked_because_it_came_l
     run(go, prefill=0, decode=3, config=waits)
 
 
+def test_no_prefill_worker_is_picked_where_all_decode_workers_are_full():
+    """Incident: a gateway was told to send it to a prefill worker, which is none of its pool's: 503."""
+
+    async def go(rig: Rig) -> None:
+        lane, gateway = rig.context.desk.lane(b"", b""), Gateway()
+        (decode,) = rig.context.table.by_role["decode"]
+        decode.elsewhere(1, 0, rig.context.clock())
+        body = json.dumps({"model": "m", "prompt": LONG}).encode()
+        ask, ticket = rig.context.desk.admit(lane, parse_body(body, False, lane.config))
+        flow = Picked(rig.context, gateway, b"/v1/completions", ask, ticket, NO_HINTS, frozenset({address_of(decode)}))  # type: ignore[arg-type]
+        rig.context.desk.start(ticket, flow)
+        await until(lambda: bool(gateway.told))
+        assert gateway.told == [[decode.endpoint.name]]
+        flow.cancel()
+        decode.elsewhere(0, 0, rig.context.clock())
+
+    run(go, config=msgspec.structs.replace(CONFIG, worker_slots=1, decide="cost"))
+
+
 def test_a_prefill_worker_that_falls_silent_is_left_for_another_one_as_for_any_request():
     """What the gateway was told cannot be taken back, but it was told nothing yet. It was told 502, and the KV stayed pinned."""
 

@@ -49,7 +49,7 @@ class Picked(Flow):
         hints: Hints,
         subset: frozenset[str] | None,
     ) -> None:
-        super().__init__(context, gateway, path, ask, ticket, None, hints)
+        super().__init__(context, gateway, path, ask, ticket, None, hints.decoded_apart())  # its pool is of decode workers
         self._gateway = gateway
         self._runaway = None  # a gateway's stream cannot be ended by us with an event of ours
         self.lane = ticket.lane

@@ -80,7 +80,7 @@ def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) ->
     if best is None or (ask.by_cost and min(local) <= best.cost_s):
         at = _settle(local, decodes, side, ask, share)
         best = Offer(local[at], None, decodes[at], missing[at], 0.0, "local prefill costs less", best.looked if best else looked)
-    if ask.by_cost and 0 < best.decode.slots <= best.decode.inflight:
+    if ask.by_cost and ask.keeps and 0 < best.decode.slots <= best.decode.inflight:
         i = _settle(costs, prefills, group.prefill, ask, share)
         kept = costs[i] + KEEP_SHARE * ask.others * group.output.value * group.gap.base
         if kept < best.cost_s:

@@ -57,19 +57,21 @@ class CostAsk:
     `tokens`: of the prompt. `min_uncached`: prompts that miss fewer tokens on the decode worker are prefilled there. `by_cost`
     False: all other prompts are prefilled by a prefill worker, whatever it costs. `local`: prefill workers have failed this
     request, none takes part. `others`: how much the seconds of others count against one's own, above 1 for classes that can
-    wait. `session`: `ring_key` is that of a session, which stays where it is as long as the load allows it.
+    wait. `session`: `ring_key` is that of a session, which stays where it is as long as the load allows it. `keeps`: a prefill
+    worker may decode, too.
     """
 
     __slots__ = (
-        "adapter", "bound", "by_cost", "local", "min_uncached", "now", "others", "ring_key", "seen", "session", "tokens",
+        "adapter", "bound", "by_cost", "keeps", "local", "min_uncached", "now", "others", "ring_key", "seen", "session", "tokens",
     )  # fmt: skip
 
     def __init__(
         self, tokens: float, ring_key: int, now: float, bound: float, min_uncached: float, by_cost: bool = True,
-        local: bool = False, others: float = 1.0, adapter: str = "", session: bool = False,
+        local: bool = False, others: float = 1.0, adapter: str = "", session: bool = False, keeps: bool = True,
     ) -> None:  # fmt: skip
         self.tokens, self.ring_key, self.now, self.bound, self.min_uncached = tokens, ring_key, now, bound, min_uncached
         self.by_cost, self.local, self.others, self.adapter, self.session = by_cost, local, others, adapter, session
+        self.keeps = keeps
         self.seen: list[Weighed] = []
         """Whoever decides adds what was compared: references alone, so that a record of the decision costs next to nothing."""
 
@@ -77,7 +79,7 @@ class CostAsk:
         """The same, with no prefill worker to take part; what was compared so far stays with it."""
         same = CostAsk(
             self.tokens, self.ring_key, self.now, self.bound, self.min_uncached, self.by_cost, True, self.others, self.adapter,
-            self.session,
+            self.session, self.keeps,
         )  # fmt: skip
         same.seen = self.seen
         return same
