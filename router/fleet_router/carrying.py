@@ -44,7 +44,8 @@ class Carrying(Measuring):
             self._cannot_resume("refused", why)
             return
         self._resumes += 1
-        self._excluded, self._moved, self._counted = self._others_than(failed), False, None
+        self._excluded, self._counted = self._others_than(failed), None
+        self._moved = self._moved and not said.begun  # who waits for a first byte is moved once
         self.deadline = self._context.clock() + self.config.first_token_deadline_s
         start = start_of(self._asked, said) if self.config.resume == "prefill" else Start()
         prompt = self._asked.prompt

@@ -349,9 +349,10 @@ class Flow(Hedging):
         self.begin()
 
     def silent(self) -> None:
-        """The worker of this leg says nothing to anybody: before the first byte, once, somebody else is asked."""
+        """The worker of this leg says nothing to anybody: before the first byte, a head alone being none, somebody else is asked
+        once."""
         worker, leg = self._leg_worker, self._leg
-        if worker is None or self.done or self.started or self._moved:
+        if worker is None or self.done or self._moved or (self.started and not self.begins_anew()):
             return
         if worker.role == "decode" and not self._others(worker):
             return  # to wait on is all that is left
@@ -363,7 +364,7 @@ class Flow(Hedging):
         worker = self._leg_worker
         if worker is None or self._paused:
             return None
-        heard_at = self.last_byte_at if self.started else self.sent_at
+        heard_at = self.sent_at if self._first else self.last_byte_at  # a head alone says nothing
         return Waits(worker.uid, self.sent_at, max(heard_at, self.sent_at), self._comes_whole())
 
     def _comes_whole(self) -> bool:

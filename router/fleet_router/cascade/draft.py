@@ -95,7 +95,8 @@ class Draft(Flow):
     def silent(self) -> None:
         """Where nobody else of the tier can be asked, the next tier can."""
         worker = self._leg_worker
-        if worker is None or self.done or self.started or worker.role == "prefill" or self._others(worker):
+        begun = self.started and not self.begins_anew()
+        if worker is None or self.done or begun or worker.role == "prefill" or self._others(worker):
             super().silent()
             return
         self._abandon_leg()

@@ -15,6 +15,7 @@ import pytest
 
 from fleet_router.ending import framed, unframed
 from fleet_router.health.breaker import FAILURES_MOST
+from fleet_router.watching import watch
 from tests.fleet_router.chat_worker import CALLS, TEXT, Behave, says
 from tests.fleet_router.health.test_inband import SHAPES
 from tests.fleet_router.rig import CONFIG, Rig, http, run, until
@@ -190,5 +191,57 @@ def test_a_head_alone_does_not_take_a_worker_back():
         goes_on.set()
         await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 5.0)
         assert worker.breaker.closed
+
+    run(go, prefill=0, decode=1)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_who_gives_heads_and_nothing_else_is_silent(path: str):
+    """A server whose engine hangs gave each request its head, and was heard of all the time."""
+
+    async def go(rig: Rig) -> None:
+        over, first, now = asyncio.Event(), rig.decode[0], rig.context.clock
+
+        async def hangs(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            writer.write(HEAD)
+            await writer.drain()
+            await over.wait()
+            return True
+
+        first.behave, rig.decode[1].behave = hangs, says(TEXT)
+        other = rig.context.table.by_role["decode"][1]
+        other.put_out(now())
+        posted = [asyncio.create_task(rig.post(CHAT | {"temperature": 1}, path)) for _ in range(2)]
+        await until(lambda: sum(one.flow is not None and one.flow.started for one in rig.connections) == 2)
+        other.answers(now(), now())
+        assert other.breaker.closed
+        watch(rig.context, rig.connections, now() + CONFIG.silent_s - 1)
+        assert rig.context.table.trouble.ejections == 1
+        watch(rig.context, rig.connections, now() + CONFIG.silent_s + 1)
+        assert rig.context.table.trouble.ejections == 2
+        for status, got in await asyncio.gather(*posted):
+            assert (status, b"lo." in got, b"error" in got) == (200, True, False)
+        over.set()
+
+    run(go, prefill=0, decode=2)
+
+
+def test_who_is_the_only_one_is_waited_for():
+    async def go(rig: Rig) -> None:
+        goes_on = asyncio.Event()
+
+        async def waits(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            writer.write(HEAD)
+            await writer.drain()
+            await goes_on.wait()
+            return await says(TEXT)({"stream": True}, Headless(writer))  # type: ignore[arg-type]
+
+        rig.decode[0].behave = waits
+        posted = asyncio.create_task(rig.post(CHAT, "/v1/chat/completions"))
+        await until(lambda: any(one.flow is not None and one.flow.started for one in rig.connections))
+        watch(rig.context, rig.connections, rig.context.clock() + CONFIG.silent_s + 1)
+        goes_on.set()
+        status, got = await posted
+        assert (status, b"[DONE]" in got, b"error" in got, rig.context.metrics.resumed) == (200, True, False, {})
 
     run(go, prefill=0, decode=1)
