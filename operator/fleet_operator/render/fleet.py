@@ -25,6 +25,7 @@ from fleet_operator.names import (
 )
 from fleet_operator.older import older, served_name
 from fleet_operator.pool_sizes import Sizes, sealed
+from fleet_operator.render.cascade import grown_into
 from fleet_operator.render.kept_router import ROUTER_MADE, asked_of, template_and_note
 from fleet_operator.render.network import PORTS, port_of
 from fleet_operator.render.port import add_port, requests, routers_of
@@ -128,7 +129,8 @@ def render_documents(fleet: InferenceFleet, plan: Plan, owner: Object, live: Map
         fleet=name, namespace=namespace, workers=workers, splits=splits, at_zero=at_zero, routers=routers_of(fleet, live),
         absent=absent,
     )  # fmt: skip
-    data = {ROUTER_CONFIG_KEY: router_config.encode(_router_config(fleet)), ENDPOINTS_KEY: wire.encode(document).decode()}
+    config = grown_into(_router_config(fleet), plan.targets, live, router_name(name))
+    data = {ROUTER_CONFIG_KEY: router_config.encode(config), ENDPOINTS_KEY: wire.encode(document).decode()}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _meta(fleet, owner), "data": data}
 
 
