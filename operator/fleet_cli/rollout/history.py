@@ -13,6 +13,12 @@ from fleet_operator.names import REVISION, TIER
 from fleet_operator.render.revision import MARKS, NOT_OF_PODS, RESTARTED_AT, SIZING, SPEC_PARTS
 
 ROLES = ("prefill", "decode")
+HUB = "hf://"
+SOURCE = ("source", "revision")
+"""What a model of a tier's own has."""
+FETCHES = ("tokenSecretRef", "cache")
+KEY = "peerKey"
+"""Of the fleet; a revision has it in its tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +70,12 @@ def returned(fleet: Object, tier: str, inputs: Mapping[str, Any]) -> Object:
     """The fleet with everything that its pods are made from as `inputs` has it; sizes, ratio and all the rest stay."""
     out = copy.deepcopy(fleet)
     spec = out["spec"]
-    for part in SPEC_PARTS:
-        spec.pop(part, None)
-        if part in inputs:
-            spec[part] = copy.deepcopy(inputs[part])
+    now = next(one for one in spec["tiers"] if one["name"] == tier)
+    had = {part: spec.pop(part) for part in SPEC_PARTS if part in spec}
+    spec |= {part: copy.deepcopy(inputs[part]) for part in SPEC_PARTS if part in inputs}
+    if "model" in had and "model" in inputs:
+        spec["model"] = _model(had["model"], spec["model"], now)
+    _set_key(spec, inputs)
     _set(spec, "limits", "maxOutputTokens", inputs.get("maxOutputTokens"))
     _set(spec, "rollout", "drainTimeout", inputs.get("drainTimeout") or None)
     spec["tiers"] = [_tier(one, inputs["tier"]) if one["name"] == tier else one for one in spec["tiers"]]
@@ -77,6 +85,32 @@ def returned(fleet: Object, tier: str, inputs: Mapping[str, Any]) -> Object:
         notes[RESTARTED_AT] = inputs["restartedAt"]
     out.pop("status", None)
     return out
+
+
+def _model(now: Object, then: Object, tier: Object) -> Object:
+    """spec.model with what the revision was made from: `then`, which has the source of a tier's own model where `tier` has one.
+    Adapters stay, but for those that lay below another model's folder, and so does how nodes fetch."""
+    found = copy.deepcopy(then)
+    if "model" in tier:
+        tier["model"] = {part: found.pop(part) for part in SOURCE if part in found}
+        found |= {part: now[part] for part in SOURCE if part in now}
+    if not then["source"].startswith(HUB):  # what fetches from there is no part of it
+        found |= {part: now[part] for part in FETCHES if part in now and part not in found}
+    if "prefetch" in now.get("cache", {}) and found.get("cache", {}).get("type") == "nodeLocal":
+        found["cache"] = {**found["cache"], "prefetch": now["cache"]["prefetch"]}
+    below = f"{found.get('adapterRoot', found['source'])}/"
+    adapters = [one for one in now.get("adapters", ()) if one["source"].startswith((HUB, below))]
+    return {**found, "adapters": adapters} if adapters else found
+
+
+def _set_key(spec: Object, inputs: Mapping[str, Any]) -> None:
+    """spec.peerKey, where it is part of the revision: of torch workers, unless they are not seeded and nobody named one."""
+    shape, engine = inputs["tier"], inputs.get("engine", {}).get("type", "torch")
+    seeded = shape.get("kvTransfer", {}).get("seed", {}).get("enabled", True)
+    if KEY in shape or (engine == "torch" and seeded):
+        spec.pop(KEY, None)
+        if shape.get(KEY):
+            spec[KEY] = copy.deepcopy(shape[KEY])
 
 
 def _set(spec: Object, part: str, field: str, value: Any) -> None:
@@ -90,7 +124,7 @@ def _set(spec: Object, part: str, field: str, value: Any) -> None:
 def _tier(now: Object, shape: Mapping[str, Any]) -> Object:
     """The present sizes and ratio with the stored shape."""
     out = {key: value for key, value in now.items() if key in NOT_OF_PODS or key == "name"}
-    out |= {key: copy.deepcopy(value) for key, value in shape.items() if key not in ROLES}
+    out |= {key: copy.deepcopy(value) for key, value in shape.items() if key not in (*ROLES, KEY)}
     for role in ROLES:
         sizes = {key: value for key, value in now.get(role, {}).items() if key in SIZING}
         both = {**copy.deepcopy(dict(shape.get(role, {}))), **sizes}
