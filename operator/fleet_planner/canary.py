@@ -67,7 +67,9 @@ def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -
         # is what to return to, whole or not: it may lack nodes for as long as it lives
         serves = any(scene.want) and any(largest(scene.groups.get(target, Group(target)).ready, *scene.limits.ratio))
         stable = target if serves or not known.stable else known.stable
-        return Course(target, None, RolloutStatus(stable=stable, failed=failed, message=known.message if failed else ""))
+        previous = known.stable if known.stable not in ("", stable) else known.previous
+        message = known.message if failed else ""
+        return Course(target, None, RolloutStatus(stable=stable, previous=previous, failed=failed, message=message))
     begun = known if known.target == target else _begun(known, target, scene)
     status = _progress(begun, scene, target, failed, paused=spec.paused)
     if spec.canary is None or target == known.stable:
@@ -111,7 +113,7 @@ def _begun(known: RolloutStatus, target: str, scene: Scene) -> RolloutStatus:
     load = None if there else scene.loads.get(target)
     before = (0, 0) if load is None else (round(load.total_requests), round(load.total_errors))
     counted = {"requests_before": before[0] or None, "errors_before": before[1] or None}
-    return RolloutStatus(stable=known.stable, target=target, **counted)
+    return RolloutStatus(stable=known.stable, previous=known.previous, target=target, **counted)
 
 
 def _since(load: RevisionLoad | None, status: RolloutStatus) -> RevisionLoad | None:
@@ -147,7 +149,8 @@ def _judged(spec: RolloutSpec, canary: CanarySpec, status: RolloutStatus, scene:
         breach = f"no progress for {spec.progress_deadline}: {status.progress}{'; ' + why if why else ''}"
     if breach and status.stable in scene.groups:
         message = f"revision {status.target} was rolled back: {breach}"
-        back = RolloutStatus(stable=status.stable, target=status.stable, failed=status.target, message=message)
+        kept = {"stable": status.stable, "previous": status.previous}
+        back = RolloutStatus(**kept, target=status.stable, failed=status.target, message=message)
         return Course(status.stable, None, _progress(back, scene, status.stable, status.target), rolled_back=message)
     if status.step >= len(canary.steps):
         return Course(status.target, None, status.model_copy(update={"percent": None, "message": ""}))

@@ -78,6 +78,30 @@ FOUND = [entry(1, "aaaaaaaa"), entry(2, "bbbbbbbb"), entry(3, "cccccccc")]
         pytest.param({"revision": "aaaaaaaa"}, None, "cccccccc", id="the-newest-other"),
         pytest.param({"revision": "bbbbbbbb", "rollout": {"failed": "cccccccc"}}, None, "aaaaaaaa", id="not-the-failed-one"),
         pytest.param({"revision": "cccccccc"}, 1, "aaaaaaaa", id="by-number"),
+        pytest.param(
+            {"revision": "cccccccc", "rollout": {"stable": "aaaaaaaa", "target": "cccccccc"}},
+            None,
+            "aaaaaaaa",
+            id="what-served-before-a-rollout-that-goes-on",
+        ),
+        pytest.param(
+            {"revision": "cccccccc", "rollout": {"stable": "cccccccc", "previous": "aaaaaaaa"}},
+            None,
+            "aaaaaaaa",
+            id="what-served-before-it-and-not-what-was-left-before",
+        ),
+        pytest.param(
+            {"revision": "aaaaaaaa", "rollout": {"stable": "aaaaaaaa", "target": "aaaaaaaa", "failed": "cccccccc"}},
+            None,
+            "bbbbbbbb",
+            id="while-it-rolls-back",
+        ),
+        pytest.param(
+            {"revision": "cccccccc", "rollout": {"stable": "cccccccc", "previous": "99999999"}},
+            None,
+            "bbbbbbbb",
+            id="what-is-not-stored-any-more",
+        ),
     ],
 )
 def test_which_revision_is_returned_to(status: dict[str, Any], number: int | None, goal: str):

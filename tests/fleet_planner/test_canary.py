@@ -56,7 +56,7 @@ def test_a_canary_goes_through_its_steps_and_is_promoted():
     done = follow(spec(), begun, serving, scene((1, 1), loads, NOW + 65), half, scene((2, 4), loads, NOW + 131))
     assert (done.target, done.canary, done.status.percent, done.status.step) == (NEW, None, None, 2)
     ended = scene(WANT, loads, NOW + 200, groups={NEW: Group(NEW, WANT, WANT)})
-    assert plot_course(spec(), done.status, ended).status == RolloutStatus(stable=NEW)
+    assert plot_course(spec(), done.status, ended).status == RolloutStatus(stable=NEW, previous=OLD)
 
 
 def test_time_alone_passes_no_step():

@@ -52,6 +52,9 @@ class RolloutStatus(ApiModel):
     """Where a tier stands between two revisions."""
 
     stable: str = Field(default="", description="The revision that was last rolled out to its end.")
+    previous: str | None = Field(
+        default=None, description="The one that was so before it, which `fleet rollout undo` returns to; absent: none is known."
+    )
     target: str = Field(default="", description="The revision that is being rolled out; absent at rest.")
     step: Count = Field(default=0, description="Canary steps that are passed.")
     step_since: str = Field(default="", description="When the present canary step began to serve, RFC 3339 in UTC.")

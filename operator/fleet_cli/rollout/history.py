@@ -49,7 +49,8 @@ def entries(revisions: Iterable[Object]) -> list[Entry]:
 
 
 def previous(found: Iterable[Entry], fleet: Object, tier: str, number: int | None) -> Entry:
-    """The revision to go back to: as asked, else the newest one that the tier does not have now. InputError: there is none."""
+    """The revision to go back to: as asked, else the one that served before, else the newest one that the tier does not have now.
+    InputError: there is none."""
     mine = [entry for entry in found if entry.tier == tier]
     if number is not None:
         match = [entry for entry in mine if entry.number == number]
@@ -59,8 +60,12 @@ def previous(found: Iterable[Entry], fleet: Object, tier: str, number: int | Non
         return match[0]
     tiers: list[Object] = (fleet.get("status") or {}).get("tiers", [])
     status = next((one for one in tiers if one["name"] == tier), {})
-    now = {status.get("revision"), (status.get("rollout") or {}).get("failed")}
+    rollout = status.get("rollout") or {}
+    now = {status.get("revision"), rollout.get("failed")}
     others = [entry for entry in mine if entry.revision not in now]
+    for served in (rollout.get("stable"), rollout.get("previous")):  # a number says when a revision was first seen, not last
+        if match := [entry for entry in others if entry.revision == served]:
+            return match[0]
     if not others:
         raise InputError(f"tier {tier} has no other revision to go back to")
     return others[-1]
