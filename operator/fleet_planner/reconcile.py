@@ -261,12 +261,15 @@ def _needed(planned: dict[str, _Planned], observed: Observed) -> frozenset[tuple
 
 
 def _forgotten(fleet: InferenceFleet, plans: dict[str, TierPlan], observed: Observed) -> tuple[tuple[str, str], ...]:
-    """Stored templates beyond the history's limit, oldest first; what has pods or is returned to is never among them."""
+    """Stored templates beyond the history's limit, oldest first, and what served last after all others; what has pods or is
+    returned to is never among them."""
     found: list[tuple[str, str]] = []
     for tier, stored in sorted(observed.stored.items()):
         has_pods = any(pod.tier == tier for pod in observed.pods)
         needed = plans[tier].revisions if tier in plans else frozenset()
-        rest = sorted((t for t in stored.values() if t.revision not in needed), key=lambda t: -t.number)
+        last = plans[tier].rollout.previous if tier in plans else None
+        rest = [template for template in stored.values() if template.revision not in needed]
+        rest.sort(key=lambda template: (template.revision != last, -template.number))
         limit = fleet.spec.rollout.history_limit if tier in plans or has_pods else 0
         found += [(tier, template.revision) for template in rest[limit:]]
     return tuple(found)

@@ -48,3 +48,10 @@ def test_it_stands_while_another_one_is_rolled_out_and_when_that_fails(rollout: 
     world.observed = replace(world.observed, templates={"t": Template(C, "c", number=3)})
     world.steps(2)
     assert said(world) == (B, A)
+
+
+def test_it_is_kept_whatever_its_number() -> None:
+    world = World(historyLimit=1)
+    for revision, number in ((A, 1), (B, 2), (A, 1), (C, 3)):
+        go(world, revision, number)
+    assert world.observed.stored["t"].keys() == {A, C}
