@@ -15,7 +15,7 @@ from fleet_api.parse import parse_fleet
 from fleet_cli.errors import InputError
 from fleet_cli.main import main
 from fleet_cli.rollout.history import Entry, entries, previous, progress, returned, table
-from fleet_operator.render.revision import RESTARTED_AT, revision_inputs
+from fleet_operator.render.revision import RESTARTED_AT, revision_inputs, revision_of
 from tests.fleet_operator.world import manifest
 
 
@@ -76,7 +76,7 @@ FOUND = [entry(1, "aaaaaaaa"), entry(2, "bbbbbbbb"), entry(3, "cccccccc")]
     [
         pytest.param({"revision": "cccccccc"}, None, "bbbbbbbb", id="the-one-before"),
         pytest.param({"revision": "aaaaaaaa"}, None, "cccccccc", id="the-newest-other"),
-        pytest.param({"revision": "bbbbbbbb", "rollout": {"failed": "cccccccc"}}, None, "aaaaaaaa", id="not-the-failed-one"),
+        pytest.param({"revision": "bbbbbbbb", "rollout": {"failed": "cccccccc"}}, None, "bbbbbbbb", id="not-the-failed-one"),
         pytest.param({"revision": "cccccccc"}, 1, "aaaaaaaa", id="by-number"),
         pytest.param(
             {"revision": "cccccccc", "rollout": {"stable": "aaaaaaaa", "target": "cccccccc"}},
@@ -93,7 +93,7 @@ FOUND = [entry(1, "aaaaaaaa"), entry(2, "bbbbbbbb"), entry(3, "cccccccc")]
         pytest.param(
             {"revision": "aaaaaaaa", "rollout": {"stable": "aaaaaaaa", "target": "aaaaaaaa", "failed": "cccccccc"}},
             None,
-            "bbbbbbbb",
+            "aaaaaaaa",
             id="while-it-rolls-back",
         ),
         pytest.param(
@@ -107,6 +107,19 @@ FOUND = [entry(1, "aaaaaaaa"), entry(2, "bbbbbbbb"), entry(3, "cccccccc")]
 def test_which_revision_is_returned_to(status: dict[str, Any], number: int | None, goal: str):
     fleet = {"status": {"tiers": [{"name": "t", **status}]}}
     assert previous(FOUND, fleet, "t", number).revision == goal
+
+
+def test_an_undo_of_what_was_rolled_back_or_not_begun_leaves_what_serves_alone() -> None:
+    """Incident: it took the fleet from the good revision, to which a canary had gone back, to the one before that."""
+    held = manifest(engine={"maxBatch": 3}, rollout={"paused": True})
+    parsed = parse_fleet(held)
+    mine = [entry(1, "aaaaaaaa"), entry(2, "bbbbbbbb"), entry(3, revision_of(parsed, parsed.spec.tiers[0]))]
+    waiting = {**held, "status": {"tiers": [{"name": "t", "revision": "bbbbbbbb", "rollout": {"stable": "bbbbbbbb"}}]}}
+    assert previous(mine, waiting, "t", None).revision == "bbbbbbbb"
+    waiting["spec"] = {**held["spec"], "rollout": {}}
+    failed = {"failed": mine[2].revision, "stable": "bbbbbbbb", "previous": "aaaaaaaa"}
+    waiting["status"] = {"tiers": [{"name": "t", "revision": "bbbbbbbb", "rollout": failed}]}
+    assert previous(mine, waiting, "t", None).revision == "bbbbbbbb"
 
 
 def test_what_is_not_stored_is_named():

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fleet_api.parse import ManifestError, parse_fleet
 from fleet_cli.errors import InputError
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import REVISION, TIER
-from fleet_operator.render.revision import MARKS, NOT_OF_PODS, RESTARTED_AT, SIZING, SPEC_PARTS
+from fleet_operator.render.revision import MARKS, NOT_OF_PODS, RESTARTED_AT, SIZING, SPEC_PARTS, revision_of
 
 ROLES = ("prefill", "decode")
 HUB = "hf://"
@@ -49,8 +50,8 @@ def entries(revisions: Iterable[Object]) -> list[Entry]:
 
 
 def previous(found: Iterable[Entry], fleet: Object, tier: str, number: int | None) -> Entry:
-    """The revision to go back to: as asked, else the one that served before, else the newest one that the tier does not have now.
-    InputError: there is none."""
+    """The revision to go back to: as asked; else the one that serves, where the spec asks for another one that was rolled back or
+    not begun; else the one that served before; else the newest one that the tier does not have now. InputError: there is none."""
     mine = [entry for entry in found if entry.tier == tier]
     if number is not None:
         match = [entry for entry in mine if entry.number == number]
@@ -60,8 +61,11 @@ def previous(found: Iterable[Entry], fleet: Object, tier: str, number: int | Non
         return match[0]
     tiers: list[Object] = (fleet.get("status") or {}).get("tiers", [])
     status = next((one for one in tiers if one["name"] == tier), {})
-    rollout = status.get("rollout") or {}
-    now = {status.get("revision"), rollout.get("failed")}
+    rollout, serves = status.get("rollout") or {}, status.get("revision")
+    kept = [entry for entry in mine if entry.revision == serves]
+    if kept and (rollout.get("failed") or _is_held(fleet, tier, mine, serves)):
+        return kept[0]  # the spec asks for another one that nobody goes to
+    now = {serves, rollout.get("failed")}
     others = [entry for entry in mine if entry.revision not in now]
     for served in (rollout.get("stable"), rollout.get("previous")):  # a number says when a revision was first seen, not last
         if match := [entry for entry in others if entry.revision == served]:
@@ -69,6 +73,18 @@ def previous(found: Iterable[Entry], fleet: Object, tier: str, number: int | Non
     if not others:
         raise InputError(f"tier {tier} has no other revision to go back to")
     return others[-1]
+
+
+def _is_held(fleet: Object, tier: str, mine: Iterable[Entry], serves: str | None) -> bool:
+    """A pause keeps what the spec asks for from being begun."""
+    if not ((fleet.get("spec") or {}).get("rollout") or {}).get("paused"):
+        return False
+    try:
+        parsed = parse_fleet({key: part for key, part in fleet.items() if key != "status"})
+    except ManifestError:
+        return False
+    asked = revision_of(parsed, parsed.tier(tier))
+    return asked != serves and any(entry.revision == asked for entry in mine)
 
 
 def returned(fleet: Object, tier: str, inputs: Mapping[str, Any]) -> Object:
