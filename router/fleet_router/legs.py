@@ -212,13 +212,15 @@ class DecodeLeg:
 class TranslatedLeg(DecodeLeg):
     """Reads the answer and hands it on in another dialect; on a connection that collects."""
 
-    __slots__ = ("_out", "_refused", "_translation")
+    __slots__ = ("_came", "_out", "_refused", "_translation")
 
     def __init__(self, flow: Flow, worker: Worker, translation: Translation) -> None:
         super().__init__(flow, worker)
         self._translation = translation
         self._refused = 0
         self._out = b""
+        self._came = False
+        """Some of the body has: the end of one that is empty is no first byte."""
 
     def on_head(self, status: int, head: AnswerHead) -> None:
         if status != OK:
@@ -242,6 +244,7 @@ class TranslatedLeg(DecodeLeg):
             if len(self._answer) < MAX_ERROR_BYTES:
                 self._answer += data
             return
+        self._came = True
         try:
             self._flow.hear(data)
             self._out += self._translation.feed(data)
@@ -250,7 +253,7 @@ class TranslatedLeg(DecodeLeg):
 
     def on_raw(self, data: bytes) -> None:
         """After `on_body` of the same bytes."""
-        if not self._held and not self._refused and not self._flow.done:
+        if self._came and not self._held and not self._refused and not self._flow.done:
             shown, self._out = framed(self._out), b""
             if self._translation.stream:
                 self._flow.raw(data, shown)

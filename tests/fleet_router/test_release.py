@@ -202,3 +202,30 @@ def test_a_head_alone_has_not_read_the_kv(ends: str):
         dies.set()
 
     run(go)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_stream_of_nothing_has_not_read_the_kv(path: str, together: bool):
+    """Incident: in another dialect its end was taken for a first byte: the KV stayed until its lease ran out, and a first token
+    was measured that nobody had."""
+
+    async def go(rig: Rig) -> None:
+        async def empty(_: Any, writer: asyncio.StreamWriter) -> bool:
+            rig.decode[0].behave = None
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            if not together:
+                await writer.drain()
+                await asyncio.sleep(0.02)
+            writer.write(b"0\r\n\r\n")
+            return True
+
+        rig.decode[0].behave = empty
+        said: dict[str, Any] = {"/v1/completions": {"prompt": LONG}, "/v1/responses": {"input": LONG}}.get(
+            path, {"max_tokens": 4, "messages": [{"role": "user", "content": LONG}]}
+        )
+        await rig.post({"model": "m", "stream": True, **said}, path)
+        await until(lambda: rig.prefill[0].released == ["lease-1"])
+        assert rig.context.metrics.of("t", "r").ttft.total_s == 0.0
+
+    run(go)
