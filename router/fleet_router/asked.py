@@ -79,3 +79,4 @@ class MayBeLarge(msgspec.Struct, gc=False):
     chat_template: msgspec.Raw = _NOTHING
     media_io_kwargs: msgspec.Raw = _NOTHING
     mm_processor_kwargs: msgspec.Raw = _NOTHING
+    repetition_detection: msgspec.Raw = _NOTHING

@@ -27,6 +27,9 @@ GRAMMAR_BYTES_MOST: Final = 65_536
 """Of a schema, a regular expression, a grammar: engines compile them."""
 TOOLS_BYTES_MOST: Final = 262_144
 TEMPLATE_BYTES_MOST: Final = 65_536
+REPETITION_MOST: Final[Mapping[str, int]] = {"max_pattern_size": 64, "min_count": 16}
+"""Of vLLM's own detector, which compares a whole answer with itself at each token, in the loop that all share, up to such a size:
+half a second a token behind 4,096 of them."""
 NOT_A_TEMPLATES: Final = frozenset({
     "chat_template", "tokenize", "conversation", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs", "tokenizer", "model_config",
@@ -40,6 +43,7 @@ _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw] | None)
 _FLAG: Final = msgspec.json.Decoder(bool | None)
 _ARGUMENTS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 _FLOAT: Final = msgspec.json.Decoder(float | None)
+_COUNTS: Final = msgspec.json.Decoder(dict[str, int | None] | None)
 _BIASES: Final = msgspec.json.Decoder(dict[str, float] | None)
 
 
@@ -98,6 +102,20 @@ def _beam(name: str, raw: msgspec.Raw) -> None:
         raise _too_much(name, "is not served: beams are not sampled, and their number has no bound at the engine")
 
 
+def _each_token(name: str, raw: msgspec.Raw) -> None:
+    """vLLM puts so many tokens into one event of a stream: one that is told nothing of between its first and its last token looks
+    like a worker that has fallen silent, and whoever leaves before the end is charged for one token."""
+    if (found := _NUMBER.decode(raw)) is not None and found != 1:
+        raise _too_much(name, f"is {found}; allowed is 1: streams are followed token by token")
+
+
+def _repetition(name: str, raw: msgspec.Raw) -> None:
+    found = _COUNTS.decode(raw) or {}
+    for field, most in REPETITION_MOST.items():
+        if (asked := found.get(field)) is not None and asked > most:
+            raise RequestError(400, f"{name}.{field} is {asked}; allowed are up to {most}", param=name)
+
+
 def _template_arguments(name: str, raw: msgspec.Raw) -> None:
     """What a template reads is the client's; what engines hand on to the tokenizer beside it is not."""
     _bytes(TEMPLATE_BYTES_MOST)(name, raw)
@@ -118,7 +136,8 @@ _CHECKS: Final[Mapping[str, Callable[[str, msgspec.Raw], None]]] = {
     "chat_template": _never("a conversation is rendered by the model's own template"),
     "media_io_kwargs": _never("how media are read is the engine's to decide"),
     "mm_processor_kwargs": _never("how media are read is the engine's to decide"),
-    "use_beam_search": _beam, "chat_template_kwargs": _template_arguments,
+    "use_beam_search": _beam, "chat_template_kwargs": _template_arguments, "stream_interval": _each_token,
+    "repetition_detection": _repetition,
     "tools": _bytes(TOOLS_BYTES_MOST), "functions": _bytes(TOOLS_BYTES_MOST),
     **dict.fromkeys(
         ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),

@@ -26,6 +26,8 @@ GOOD: list[dict[str, Any]] = [
     {"guided_choice": ["a"]}, {"guided_grammar": "x"}, {"chat_template": None}, {"media_io_kwargs": None},
     {"mm_processor_kwargs": None}, {"use_beam_search": False}, {"use_beam_search": None}, {"chat_template_kwargs": None},
     {"chat_template_kwargs": {"enable_thinking": False, "add_generation_prompt": True, "x": {"tokenize": True}}},
+    {"stream_interval": 1}, {"stream_interval": None}, {"repetition_detection": None}, {"repetition_detection": {}},
+    {"repetition_detection": {"max_pattern_size": 64, "min_pattern_size": None, "min_count": 16}},
     *({name: value} for name in SAMPLERS for value in (0, 0.5, -1.25, 1e3, None)),
 ]  # fmt: skip
 BAD: list[dict[str, Any]] = [
@@ -42,6 +44,10 @@ BAD: list[dict[str, Any]] = [
     {"mm_processor_kwargs": {}}, {"use_beam_search": True}, {"use_beam_search": 1}, {"chat_template_kwargs": {"tokenize": True}},
     {"chat_template_kwargs": {"chat_template": "{% for i in range(10**9) %}{% endfor %}"}}, {"chat_template_kwargs": [1]},
     {"chat_template_kwargs": {"a": 1, "tokenizer_kwargs": {}}}, {"chat_template_kwargs": {"a": "b" * 70_000}},
+    {"stream_interval": 2}, {"stream_interval": 10**9}, {"stream_interval": 0}, {"stream_interval": "8"},
+    {"repetition_detection": {"max_pattern_size": 65, "min_count": 2}}, {"repetition_detection": {"min_count": 17}},
+    {"repetition_detection": {"max_pattern_size": "1000"}}, {"repetition_detection": {"max_pattern_size": 1e9}},
+    {"repetition_detection": [1]},
     *({name: value} for name in SAMPLERS for value in (10**400, "hot", [1], True, "x" * 70_000)),
 ]  # fmt: skip
 
@@ -63,7 +69,7 @@ def test_above_it_the_field_is_named(given: dict[str, Any]):
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
-NUMBERS = {"n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "use_beam_search", *SAMPLERS}
+NUMBERS = {"n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "use_beam_search", "stream_interval", *SAMPLERS}
 
 
 @pytest.mark.parametrize("name", sorted(COSTLY - NUMBERS))
