@@ -26,6 +26,7 @@ from fleet_router.explain.shown import header as decision_header
 from fleet_router.heads import STATUS_LINES, status_line
 from fleet_router.health.determined import determined
 from fleet_router.health.inband import HINT, broke_off_with, error_in, whole_events
+from fleet_router.health.patience import patient
 from fleet_router.health.resume import Again
 from fleet_router.health.sent import CHUNK_ENDS, CRLF_SOUND_ENDS, Halves, Sent, ends_a_line, events_end, last_is_sound
 from fleet_router.hints import NO_HINTS
@@ -92,7 +93,7 @@ class Answering(Metering):
         self._gaps = self._unended = self._resumes = self._prefill_failures = self._decode_failures = self._unreached = 0
         """Of the answer so far: writes after the first, bytes since the last whole event; and of its legs. Decode workers that
         were not reached have not failed."""
-        self.config = context.config  # a reload does not change a running request
+        self.config = patient(ask, context.config)  # a reload does not change a running request
         self._excluded = self._barred = frozenset[str]()
         """Whom the rest is not asked of; whom nothing may be: told to give its KV back, or not in the gateway's subset."""
         self._local = ask.alone

@@ -13,7 +13,7 @@ from fleet_router.ask import APART_BYTES
 from fleet_router.config import renamed
 from fleet_router.ending import CHAT_PATH
 from fleet_router.errors import NO_ROOM, RequestError
-from fleet_router.health.patience import budget_s
+from fleet_router.health.patience import budget_s, thinks_unseen
 from fleet_router.health.resume import Said, Start
 from fleet_router.health.silence import SILENT, Waits
 from fleet_router.hedging import NOT_JSON, Hedging
@@ -365,7 +365,8 @@ class Flow(Hedging):
         if worker is None or self._paused:
             return None
         heard_at = self.sent_at if self._first else self.last_byte_at  # a head alone says nothing
-        return Waits(worker.uid, self.sent_at, max(heard_at, self.sent_at), self._comes_whole())
+        whole = self._comes_whole() or thinks_unseen(self._ask)
+        return Waits(worker.uid, self.sent_at, max(heard_at, self.sent_at), whole)
 
     def _comes_whole(self) -> bool:
         """Nothing is heard of this leg before its end, and its end is not near: a prefill's is. Prefill workers decode, too, when

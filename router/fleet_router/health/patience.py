@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from fleet_router.admission.usage import estimated_of
 from fleet_router.request import asked_tokens
 
@@ -21,6 +23,8 @@ TOKEN_S: Final = 0.05
 MARGIN: Final = 3.0
 """How much slower than learnt a worker may be: others come after this request, and gaps are learnt of streams alone."""
 HAD_ITS_SHARE: Final = 0.5
+REASONING: Final = "include_reasoning"
+"""vLLM's; anything but true is false, as its parser reads it, or refused."""
 
 
 def whole_answer_s(*, first_s: float, queue_s: float, prefill_s: float, tokens: int, gap_s: float, most_s: float) -> float:
@@ -40,6 +44,21 @@ def budget_s(ask: Ask, config: RouterConfig, worker: Candidate, now: float) -> f
         gap_s=worker.gap.at(worker.inflight + 1),
         most_s=config.whole_answer_most_s,
     )
+
+
+def thinks_unseen(ask: Ask) -> bool:
+    """A stream that leaves out what its model thinks: between its head and the first word of the answer nothing is told, however
+    long that takes."""
+    return ask.stream and REASONING in ask.fields and bytes(ask.fields[REASONING]) != b"true"
+
+
+def patient(ask: Ask, config: RouterConfig) -> RouterConfig:
+    """The configuration for this request: between two tokens of such a stream may lie as many as it may have."""
+    if not thinks_unseen(ask):
+        return config
+    unseen_s = config.first_token_deadline_s + (asked_tokens(ask) or config.max_output_tokens) * TOKEN_S
+    between_s = max(config.inter_token_deadline_s, min(config.whole_answer_most_s, unseen_s))
+    return msgspec.structs.replace(config, inter_token_deadline_s=between_s)
 
 
 def had_its_time(sent_at: float, now: float, first_s: float) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from fleet_router.ending import framed
 from fleet_router.follow.liveness import alive
 from fleet_router.health.patience import budget_s, whole_answer_s
 from fleet_router.health.silence import Waits, silent
@@ -275,6 +276,37 @@ def test_a_prefill_worker_that_decodes_has_as_long_as_any():
         decode.elsewhere(0, 0, rig.context.clock())
 
     run(go, config=msgspec.structs.replace(CONFIG, worker_slots=1, decide="cost"))
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_model_that_thinks_unseen_is_waited_for(seen: bool):
+    """Incident: a stream without its reasoning was cut after 30 s of it, and its worker blamed."""
+
+    async def go(rig: Rig) -> None:
+        go_on = asyncio.Event()
+
+        async def thinks(_: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            writer.write(framed(b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'))
+            await go_on.wait()
+            writer.write(framed(b'data: {"choices":[{"index":0,"delta":{"content":"so"}}]}\n\ndata: [DONE]\n\n') + b"0\r\n\r\n")
+            return True
+
+        rig.decode[0].behave = thinks
+        body = {"model": "m", "messages": [{"role": "user", "content": "why"}], "max_tokens": 4000, "stream": True}
+        posted = asyncio.create_task(rig.post(body | {"include_reasoning": seen}, "/v1/chat/completions"))
+        await until(lambda: any(one.flow is not None and one.flow.started for one in rig.connections))
+        await asyncio.sleep(0.02)
+        asked = watch(rig.context, rig.connections, rig.context.clock() + SILENT_S)
+        (worker,) = rig.context.table.by_role["decode"]
+        assert (asked, worker.breaker.closed) == (([], False) if seen else ([worker], True))
+        rig.sweep(200)
+        go_on.set()
+        _, got = await posted
+        assert (b"error" in got, b"[DONE]" in got) == (seen, not seen)
+        rig.sweep(0)
+
+    run(go, prefill=0)
 
 
 def test_a_head_that_comes_early_is_no_first_token_of_an_answer_as_a_whole():
