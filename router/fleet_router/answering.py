@@ -152,9 +152,9 @@ class Answering(Metering):
         self._goes_on_until(now)
         if status == OK:
             self._outcome = "answered"
-            self._taken(self._leg_worker)
-            if self._ask.stream:
-                self._keep_what_is_sent(head.in_chunks)
+            if not self._streams:
+                self._taken(self._leg_worker)
+            self._keep_what_is_sent(head.in_chunks and self._ask.stream)
         else:
             self._outcome = "refused"
             self._release_lease()

@@ -13,7 +13,7 @@ from fleet_router.dialect.chat import DONE, UNENDED
 from fleet_router.ending import CHAT_PATH, END, framed, unframed
 from fleet_router.errors import RequestError
 from fleet_router.expected import END_BYTES, breaks_off, is_answer, is_closed, says_an_end, says_something, without_bom
-from fleet_router.health.inband import broke_off_with, error_in
+from fleet_router.health.inband import broke_off_with, error_in, first_error
 from fleet_router.health.resume import Again, Said, Start, continued, said_of, start_of
 from fleet_router.health.sent import CHUNK_END, CRLF_END
 from fleet_router.measuring import Measuring
@@ -103,7 +103,8 @@ class Carrying(Measuring):
 
     def resumed(self) -> None:
         """The other worker begins to answer: it has the KV when it says something."""
-        self._taken(self._leg_worker)
+        if not self._first:
+            self._taken(self._leg_worker)
 
     def heard_again(self) -> None:
         """It says something."""
@@ -111,9 +112,11 @@ class Carrying(Measuring):
         self._answers(self._context.clock())
 
     def _first_bytes(self, now: float) -> None:
-        """See `Answering`. A head alone is no answer: servers give it whose engine hangs."""
+        """See `Answering`. A head alone is no answer: servers give it whose engine hangs, and whose KV never comes."""
         if self._streams:
             self._answers(now)
+            if self.record.status == OK:
+                self._taken(self._leg_worker)
         super()._first_bytes(now)
 
     def _answers(self, now: float) -> None:
@@ -165,6 +168,9 @@ class Carrying(Measuring):
         if self._first:
             data = without_bom(data)
             if not data:
+                return
+            if words := first_error(data):
+                self.broke_off(words)
                 return
         if one is not None and one.ended and self.record.status == OK and (why := self._unclosed(data)):
             self._fault(why)
@@ -221,9 +227,13 @@ class Carrying(Measuring):
         self._fault(why)
 
     def broke_off(self, words: str) -> None:
-        """The worker told of an error inside its stream, in these words."""
-        if not self.done:
-            self._fault(broke_off_with(words))
+        """The worker told of an error inside its stream, in these words. Before anything else vLLM tells so of KV that it could
+        not read: the pair may be to blame, as behind a 5xx, and its lease is still to be given back."""
+        if self.done:
+            return
+        if self._first and self._giver and self._leg_worker is not None:
+            self._context.table.transfer_failed(self._giver, self._leg_worker.uid, self._context.clock())
+        self._fault(broke_off_with(words))
 
     @abstractmethod
     def _may_retry(self, *, free: bool) -> bool:

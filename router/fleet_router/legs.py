@@ -256,7 +256,8 @@ class TranslatedLeg(DecodeLeg):
         if self._came and not self._held and not self._refused and not self._flow.done:
             shown, self._out = framed(self._out), b""
             if self._translation.stream:
-                self._flow.raw(data, shown)
+                if self._translation.spoken or not self._translation.broke:  # an error alone is no first byte
+                    self._flow.raw(data, shown)
                 if self._translation.broke:
                     self._flow.broke_off(self._translation.broke)
 

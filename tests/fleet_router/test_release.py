@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from fleet_router.ending import framed
 from fleet_router.metrics import COMPILED, Metrics
 from fleet_router.release import PER_WORKER_MOST, RELEASE_S, Release, Releases
 from tests.fleet_router.fake_worker import answer
 from tests.fleet_router.rig import LONG, Rig, ask, http, run, until
+
+UNREAD = b'data: {"error": {"message": "Internal server error", "type": "InternalServerError", "param": null, "code": 500}}\n\n'
 
 
 async def refuses(_: Any, writer: asyncio.StreamWriter) -> bool:
@@ -229,3 +232,38 @@ def test_a_stream_of_nothing_has_not_read_the_kv(path: str, together: bool):
         assert rig.context.metrics.of("t", "r").ttft.total_s == 0.0
 
     run(go)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("comment", [b"", b": ping\n\n"])
+def test_an_error_before_anything_else_has_not_read_the_kv(path: str, together: bool, comment: bytes):
+    """vLLM tells so of KV that it could not read (kv_load_failure_policy: fail). Incident: it counted as a first token, the
+    prefill worker kept the blocks until they ran out, and the pair that cannot meet was counted as one that can."""
+
+    async def go(rig: Rig) -> None:
+        asked = list[Any]()
+
+        async def fails(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            asked.append(body)
+            if len(asked) > 1:
+                return False
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            if not together:
+                await writer.drain()
+                await asyncio.sleep(0.02)
+            writer.write(framed(comment + UNREAD) + framed(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+            return True
+
+        for worker in rig.decode:
+            worker.behave = fails
+        said: dict[str, Any] = {"/v1/completions": {"prompt": LONG}, "/v1/responses": {"input": LONG}}.get(
+            path, {"max_tokens": 4, "messages": [{"role": "user", "content": LONG}]}
+        )
+        _, got = await rig.post({"model": "m", "stream": True, **said}, path)
+        assert UNREAD not in got
+        await until(lambda: rig.prefill[0].released[:1] == ["lease-1"])
+        metrics = rig.context.metrics.of("t", "r")
+        assert (len(rig.context.table.pairs.breakers), metrics.errors, sum(metrics.ttft.fold())) == (1, 1, 1)
+
+    run(go, decode=2)

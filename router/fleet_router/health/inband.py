@@ -16,6 +16,7 @@ FOUND: Final = re.compile(rb'(?:^|\n)(?:event: ?error[\r\n]|data: ?\{\s*(?:"erro
 PAYLOAD: Final = re.compile(rb"(?:^|\n)data: ?([^\r\n]*)")
 EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n")
 WORDS_MOST: Final = 500
+DATA: Final = b"data:"
 BROKE_OFF: Final = "the worker broke the stream off"
 
 
@@ -28,6 +29,12 @@ def error_in(data: bytes) -> tuple[int, str] | None:
     line = PAYLOAD.search(data, found.start())
     words = words_of(line[1] if line is not None else b"")
     return None if words is None else (found.start(), words)
+
+
+def first_error(read: bytes) -> str:
+    """The words of an error before which nothing is told in a stream's first read; empty: there is none."""
+    found = error_in(read) if read.find(HINT) >= 0 else None
+    return found[1] if found is not None and read.find(DATA, 0, found[0]) < 0 else ""
 
 
 def whole_events(contents: bytes, until: int) -> bytes:
