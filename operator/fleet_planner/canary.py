@@ -70,8 +70,8 @@ def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -
         previous = known.stable if known.stable not in ("", stable) else known.previous
         message = known.message if failed else ""
         return Course(target, None, RolloutStatus(stable=stable, previous=previous, failed=failed, message=message))
-    begun = known if known.target == target else _begun(known, target, scene)
-    status = _progress(begun, scene, target, failed, paused=spec.paused)
+    begun = known if known.target == target else RolloutStatus(stable=known.stable, previous=known.previous, target=target)
+    status = _progress(_counted(begun, scene), scene, target, failed, paused=spec.paused)
     if spec.canary is None or target == known.stable:
         told = {} if failed else {"message": scene.crashing.get(target, "")}
         return Course(target, None, status.model_copy(update={"percent": None, **told}))
@@ -107,13 +107,14 @@ def _present(scene: Scene) -> str:
     return found[0].revision if found and any(found[0].ready) else ""
 
 
-def _begun(known: RolloutStatus, target: str, scene: Scene) -> RolloutStatus:
-    """Where it has workers by now it was begun before, and what is known of that was lost."""
-    there = any(larger_of(scene.groups.get(target, Group(target))))
-    load = None if there else scene.loads.get(target)
-    before = (0, 0) if load is None else (round(load.total_requests), round(load.total_errors))
-    counted = {"requests_before": before[0] or None, "errors_before": before[1] or None}
-    return RolloutStatus(stable=known.stable, previous=known.previous, target=target, **counted)
+def _counted(status: RolloutStatus, scene: Scene) -> RolloutStatus:
+    """With what was counted of the target before it has any worker: not in the first pass alone, in which nobody may be able to
+    say. Where it has workers by then, its beginning is not known any more; of one that has served, all counts."""
+    load, there = scene.loads.get(status.target), any(larger_of(scene.groups.get(status.target, Group(status.target))))
+    if load is None or there or status.step or status.step_since:
+        return status
+    before = {"requests_before": round(load.total_requests) or None, "errors_before": round(load.total_errors) or None}
+    return status.model_copy(update=before)
 
 
 def _since(load: RevisionLoad | None, status: RolloutStatus) -> RevisionLoad | None:

@@ -44,6 +44,20 @@ def test_requests_of_before_pass_no_step() -> None:
     assert "19 of 20 requests" in steps[2].status.message
 
 
+def test_what_nobody_could_say_when_it_began_is_asked_until_it_has_workers() -> None:
+    """Routers were not reached in the first pass: errors of last month were the canary's."""
+    looks = [scene(loads={OLD: GOOD}), scene(loads={OLD: GOOD, NEW: LONG_AGO}, now=NOW + 1)]
+    courses = follow(*looks, scene((1, 1), {OLD: GOOD, NEW: plus(30, 0)}, NOW + 2))
+    assert [(course.target, course.rolled_back) for course in courses] == [(NEW, "")] * 3
+    assert courses[-1].status.requests_before == LONG_AGO.total_requests
+
+
+def test_of_a_canary_that_has_served_all_counts_though_its_workers_are_lost() -> None:
+    bad = plus(100, 2)
+    looks = [scene(loads={OLD: GOOD, NEW: LONG_AGO}), scene((1, 1), {OLD: GOOD, NEW: plus(3, 0)}, NOW + 1)]
+    assert "2 of 100 requests failed" in follow(*looks, scene((0, 0), {OLD: GOOD, NEW: bad}, NOW + 2))[-1].rolled_back
+
+
 @pytest.mark.parametrize("window", [True, False])
 def test_what_fails_since_then_rolls_back(window: bool) -> None:
     looks = [scene(loads={OLD: GOOD, NEW: LONG_AGO}), scene((1, 1), {OLD: GOOD, NEW: plus(100, 2, window=window)}, NOW + 1)]
