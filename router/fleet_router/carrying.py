@@ -114,10 +114,13 @@ class Carrying(Measuring):
     def _first_bytes(self, now: float) -> None:
         """See `Answering`. A head alone is no answer: servers give it whose engine hangs, and whose KV never comes."""
         if self._streams:
-            self._answers(now)
-            if self.record.status == OK:
-                self._taken(self._leg_worker)
+            self._says_something(now)
         super()._first_bytes(now)
+
+    def _says_something(self, now: float) -> None:
+        self._answers(now)
+        if self.record.status == OK:
+            self._taken(self._leg_worker)
 
     def _answers(self, now: float) -> None:
         if self._leg_worker is not None:

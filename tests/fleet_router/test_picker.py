@@ -278,6 +278,27 @@ def test_an_answer_that_a_gateway_does_not_show_is_over_with_its_head():
     run(go, prefill=0)
 
 
+@pytest.mark.parametrize("mode", [NONE, FULL_DUPLEX])
+@pytest.mark.parametrize("stream", [True, False])
+def test_kv_that_a_worker_was_picked_for_counts_once_whatever_is_shown_of_its_answer(mode: int, stream: bool):
+    async def go(rig: Rig) -> None:
+        known(rig)
+        head = head_of()
+        head.protocol_config.response_body_mode = mode
+        shown = answer_of(*EVENTS) if mode == FULL_DUPLEX else answer_of()[:1]
+
+        async def come() -> AsyncIterator[Any]:
+            for message in (head, body_of(ask(stream=stream)), *shown):
+                yield message
+
+        exchange = Exchange(rig.context)
+        assert [said async for said in exchange.answers(come())]
+        exchange.gone()
+        assert (sum(rig.context.metrics.handed_over.values()), len(rig.prefill[0].seen)) == (1, 1)
+
+    run(go)
+
+
 def failed_with(status: bytes) -> list[Any]:
     found = answer_of(b"no")
     found[0].response_headers.headers.headers[0].raw_value = status

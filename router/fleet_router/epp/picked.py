@@ -16,7 +16,7 @@ from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
 from fleet_router.errors import RequestError
 from fleet_router.flow import Flow
-from fleet_router.legs import NOT_IMPLEMENTED, NOT_THE_CLIENT
+from fleet_router.legs import NOT_IMPLEMENTED, NOT_THE_CLIENT, OK
 from fleet_router.request import decode_body
 from fleet_router.upstream import NOTHING_TOLD
 from fleet_router.workers import Worker
@@ -116,6 +116,8 @@ class Picked(Flow):
             if worker is not None:
                 worker.answers(self.sent_at, now)
             self.head(status, NOTHING_TOLD)
+            if self._streams and status == OK:
+                self._taken(worker)
             return
         if worker is not None:
             if self._giver and status >= FAILED:
@@ -124,6 +126,9 @@ class Picked(Flow):
         self.head(status, NOTHING_TOLD)
         self.end_leg()  # the end of such an answer forgives its worker nothing
         self._outcome = "failed"
+
+    def _says_something(self, now: float) -> None:
+        """Its head said it: of the body a gateway may show us nothing."""
 
     def silent(self) -> None:
         """What the gateway was told cannot be taken back. Legs of our own can."""
