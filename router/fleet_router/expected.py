@@ -15,7 +15,6 @@ from fleet_router.ending import unframed
 from fleet_router.request import is_object
 
 TYPE: Final = b"content-type"
-ENCODING: Final = b"transfer-encoding"
 CODING: Final = b"content-encoding"
 EVENTS: Final = b"text/event-stream"
 TEXT: Final = b"text/"
@@ -37,11 +36,6 @@ CLOSED_IN_ONE: Final = b"\n\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 _DONE: Final = re.compile(rb"(?:\A|[\r\n])data: ?\[DONE\]")
 _EVENT: Final = re.compile(rb"(?:\A|[\r\n]|\A\xef\xbb\xbf)data: ?(?!\[DONE\])[^\r\n ]")
 _BOM_CHUNK: Final = re.compile(rb"([0-9a-fA-F]{1,8})(?:;[^\r\n]*)?\r\n\xef\xbb\xbf")
-
-
-def chunked(headers: Sequence[tuple[bytes, bytes]]) -> bool:
-    """The body comes in chunks."""
-    return any(name.lower() == ENCODING and value.lower().find(b"chunked") >= 0 for name, value in headers)
 
 
 def unlike(headers: Sequence[tuple[bytes, bytes]], *, stream: bool) -> str:

@@ -9,7 +9,7 @@ from fleet_router.answerhead import AnswerHead
 from fleet_router.dialect.chat import Events
 from fleet_router.ending import END, framed, unframed
 from fleet_router.errors import RequestError
-from fleet_router.expected import chunked, tells_bytes
+from fleet_router.expected import tells_bytes
 from fleet_router.health.inband import HINT, error_in
 from fleet_router.health.resume import Again, DiffersError
 from fleet_router.request import is_object, tokens_of
@@ -167,7 +167,7 @@ class DecodeLeg:
 
     def _whole(self) -> bytes:
         """What was kept back, without its framing."""
-        return unframed(bytes(self._answer)) if chunked(self._headers) else bytes(self._answer)
+        return unframed(bytes(self._answer)) if AnswerHead(self._headers).in_chunks else bytes(self._answer)
 
     def on_body(self, data: bytes) -> None:
         """Nothing here depends on the framing."""

@@ -133,13 +133,7 @@ def test_the_first_token_has_its_time_behind_a_head_too():
     async def go(rig: Rig) -> None:
         goes_on = asyncio.Event()
 
-        async def waits(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-            writer.write(HEAD)
-            await writer.drain()
-            await goes_on.wait()
-            return await says(TEXT)({"stream": True}, Headless(writer))  # type: ignore[arg-type]
-
-        rig.decode[0].behave = waits
+        rig.decode[0].behave = head_then_all(goes_on)
         reader, writer, connection = await rig.connect()
         writer.write(http(CHAT | {"temperature": 1}, path="/v1/chat/completions"))
         await until(lambda: connection.flow is not None and connection.flow.started)
@@ -167,19 +161,25 @@ class Headless:
         await self._writer.drain()
 
 
+def head_then_all(goes_on: asyncio.Event) -> Behave:
+    """A worker that gives its head at once, and the rest when it may."""
+
+    async def behave(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        writer.write(HEAD)
+        await writer.drain()
+        await goes_on.wait()
+        return await says(TEXT)({"stream": True}, Headless(writer))  # type: ignore[arg-type]
+
+    return behave
+
+
 def test_a_head_alone_does_not_take_a_worker_back():
     """One whose engine hangs behind a server that does not: each trial put it back among the others."""
 
     async def go(rig: Rig) -> None:
         goes_on = asyncio.Event()
 
-        async def waits(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-            writer.write(HEAD)
-            await writer.drain()
-            await goes_on.wait()
-            return await says(TEXT)({"stream": True}, Headless(writer))  # type: ignore[arg-type]
-
-        rig.decode[0].behave = waits
+        rig.decode[0].behave = head_then_all(goes_on)
         (worker,) = rig.context.table.by_role["decode"]
         for _ in range(FAILURES_MOST):
             worker.failed(rig.context.clock() - 100.0)
@@ -230,13 +230,7 @@ def test_who_is_the_only_one_is_waited_for():
     async def go(rig: Rig) -> None:
         goes_on = asyncio.Event()
 
-        async def waits(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-            writer.write(HEAD)
-            await writer.drain()
-            await goes_on.wait()
-            return await says(TEXT)({"stream": True}, Headless(writer))  # type: ignore[arg-type]
-
-        rig.decode[0].behave = waits
+        rig.decode[0].behave = head_then_all(goes_on)
         posted = asyncio.create_task(rig.post(CHAT, "/v1/chat/completions"))
         await until(lambda: any(one.flow is not None and one.flow.started for one in rig.connections))
         watch(rig.context, rig.connections, rig.context.clock() + CONFIG.silent_s + 1)
