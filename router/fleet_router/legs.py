@@ -29,8 +29,7 @@ NOT_IMPLEMENTED: Final = 501
 MAX_ERROR_BYTES: Final = 64 * 1024
 NOT_THE_CLIENT: Final = frozenset({401, 403, 407, 408, 425, 429})
 """What a worker says of us or of itself: clients have their keys and limits here, and did nothing wrong."""
-
-
+NO_HEAD: Final = AnswerHead([])
 EVENT_STREAM: Final = AnswerHead([(b"content-type", b"text/event-stream"), (b"transfer-encoding", b"chunked")])
 
 
@@ -106,7 +105,7 @@ class PrefillLeg:
 class DecodeLeg:
     """Hands the decode answer on; a 5xx before the first byte is kept back and retried."""
 
-    __slots__ = ("_answer", "_failed", "_flow", "_headers", "_held", "_worker", "added", "body", "path", "takes_whole")
+    __slots__ = ("_answer", "_failed", "_flow", "_held", "_kept", "_worker", "added", "body", "path", "takes_whole")
 
     def __init__(self, flow: Flow, worker: Worker, *, whole: bool = False) -> None:
         """`whole`: an answer that comes in one piece is all that is expected."""
@@ -115,7 +114,8 @@ class DecodeLeg:
         self._held = 0
         self._failed = False
         """That was counted: what came behind the answer counts no more."""
-        self._headers: list[tuple[bytes, bytes]] = []
+        self._kept = NO_HEAD
+        """That of an answer that is kept back; without fields where `on_body` collects: no framing."""
         self._answer = bytearray()
         self.body: bytes | memoryview = b""
         self.added = self.path = b""
@@ -143,7 +143,7 @@ class DecodeLeg:
 
     def on_head(self, status: int, head: AnswerHead) -> None:
         if self._kept_back(status):
-            self._held, self._headers = status, head.fields
+            self._held, self._kept = status, head
             return
         if status == OK and self._is_odd(head, stream=not self.takes_whole):
             return
@@ -167,7 +167,7 @@ class DecodeLeg:
 
     def _whole(self) -> bytes:
         """What was kept back, without its framing."""
-        return unframed(bytes(self._answer)) if AnswerHead(self._headers).in_chunks else bytes(self._answer)
+        return unframed(bytes(self._answer)) if self._kept.in_chunks else bytes(self._answer)
 
     def on_body(self, data: bytes) -> None:
         """Nothing here depends on the framing."""
@@ -184,7 +184,7 @@ class DecodeLeg:
             self._flow.model_missing(self._worker)
         elif self._held == NOT_FOUND:
             self._failed = False
-            self._flow.refuse_with(NOT_FOUND, self._headers, self._whole())
+            self._flow.refuse_with(NOT_FOUND, self._kept.fields, self._whole())
         elif b"KvTransferError" in self._answer:
             self._flow.transfer_failed(self._worker)
         else:
@@ -224,7 +224,6 @@ class TranslatedLeg(DecodeLeg):
 
     def on_head(self, status: int, head: AnswerHead) -> None:
         if status != OK:
-            self._headers = [(b"content-length", b"")]  # `on_body` collects: no framing
             self._held = status if self._kept_back(status) else 0
             self._refused = 0 if self._held else status
             return
@@ -320,7 +319,7 @@ class ResumedLeg(DecodeLeg):
     def on_head(self, status: int, head: AnswerHead) -> None:
         """The client has its head."""
         if status != OK:
-            self._held, self._headers = status, head.fields
+            self._held, self._kept = status, head
             return
         if self._is_odd(head, stream=True):
             return
