@@ -376,3 +376,19 @@ def test_behind_a_gateway_no_body_is_kept_of_whom_nobody_knows():
         assert (exchange._body, rig.context.receiving.bytes, rig.context.desk.refused_keys) == ([], 0, 1)
 
     run(go, prefill=0)
+
+
+@pytest.mark.parametrize("mode", [FULL_DUPLEX, BUFFERED])
+def test_an_answer_that_tells_an_error_in_its_last_piece_is_over_once(mode: int):
+    """It was closed twice: two records, and each count of ended requests was one too high."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        head, error = head_of(), b'data: {"error": {"message": "engine dead", "code": 500}}\n\n'
+        head.protocol_config.response_body_mode = mode
+        await exchanged(rig, head, body_of(ask(prompt="short", stream=True)), *answer_of(EVENTS[0] + error + EVENTS[2]))
+        recorder, metrics = rig.context.recorder, rig.context.metrics
+        assert (len(recorder.troubled), len(recorder.smooth), metrics.streams_broken) == (1, 0, 1)
+        assert (metrics.of("t", "r").errors, rig.context.desk.accounts["acme"].counts["answered"]) == (1, 1)
+
+    run(go, prefill=0)

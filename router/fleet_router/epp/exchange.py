@@ -299,7 +299,7 @@ class Exchange:
         if flow is not None and not flow.done:
             if piece.body:
                 flow.raw(piece.body)
-            if piece.end_of_stream:
+            if piece.end_of_stream and not flow.done:  # what stood in it may have ended it
                 flow.end()
         if self._modes[1] in (BUFFERED, STREAMED):
             return answers.passed("response_body")
