@@ -13,6 +13,7 @@ from fleet_router.errors import RequestError
 from fleet_router.explain.recorder import Recorder
 from fleet_router.health.budget import RetryBudget
 from fleet_router.health.sent import Room
+from fleet_router.hints import ALWAYS
 from fleet_router.holding import Holding
 from fleet_router.inbound import Heads
 from fleet_router.metrics import Metrics
@@ -90,8 +91,9 @@ class Context:
     """Precise knowledge of the workers' caches, where the fleet asks for it."""
     gather: Gather | None = None
     """Where several processes share the port: asks all of them."""
-    wanted: frozenset[bytes] = frozenset()
-    """Headers that routing goes by, by lower-case name."""
+    wanted: frozenset[bytes] = ALWAYS
+    """Headers that routing goes by, by lower-case name, and those that are always kept: before there is any document, too, a
+    forwarded request is not the router's own host's."""
 
     def __post_init__(self) -> None:
         self.releases = Releases(self.metrics)

@@ -11,6 +11,7 @@ import pytest
 
 from fleet_router.config import RouterConfig, SloClass
 from fleet_router.metrics import COMPILED
+from fleet_router.process import Router, Settings
 from tests.fleet_router.admission.made import key_of, parsed
 from tests.fleet_router.fake_worker import stream
 from tests.fleet_router.rig import CONFIG, Rig, answer_of, ask, http, run, until
@@ -113,6 +114,22 @@ def test_who_names_every_tenant_needs_a_right_where_clients_ask(path: str, heade
             assert (await send(rig, FAR, path=open_to_all, method="GET"))[0] == 200
         rig.context.desk.tenants_needed = False
         assert (await send(rig, FAR, path=path, method="GET"))[0] == 200
+
+    run(go)
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/held?wait_s=0"])
+def test_who_was_forwarded_is_not_the_routers_own_host_before_there_is_any_document(path: str):
+    """Headers were not kept until the endpoints were known: whoever came through a proxy of the pod was told of every tenant."""
+
+    async def go(rig: Rig) -> None:
+        fresh = Router(Settings("dir:/none", "127.0.0.1", 0))
+        fresh._context.desk.tenants_needed = True
+        fresh.know(parsed(acme={}))
+        async with await asyncio.get_running_loop().create_server(fresh.connection, "127.0.0.1", 0) as server:
+            rig.port = server.sockets[0].getsockname()[1]
+            found, _, body = await send(rig, FAR, "connection: close", path=path, method="GET")
+            assert (found, b"acme" in body) == (401, False)
 
     run(go)
 
