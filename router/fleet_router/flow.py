@@ -407,7 +407,8 @@ class Flow(Hedging):
         self.end_leg()
         self._release_lease()
         self._keep_no_more()
-        self._leave("failed" if self._ticket.waiting or self._held else self._outcome)
+        waited = self._ticket.waiting or (self._held and not self.started)
+        self._leave("failed" if waited else self._outcome)
 
     def expire(self, now: float) -> None:
         """The deadline for the next byte has passed: the worker's fault, unless the client takes nothing."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 from typing import Any
 
 import msgspec
@@ -12,9 +14,11 @@ import pytest
 from fleet_router.admission.usage import usage_in, with_usage
 from fleet_router.config import RouterConfig
 from fleet_router.ending import END, framed, unframed, without_usage
+from fleet_router.follow.documents import Documents
 from fleet_router.request import decode_body
+from fleet_wire.endpoints import AtZero, Endpoints
 from tests.fleet_router.admission.made import ask_of, key_of, parsed
-from tests.fleet_router.rig import CONFIG, Rig, ask, http, run
+from tests.fleet_router.rig import CONFIG, Rig, ask, http, run, until
 
 WATCHED = msgspec.structs.replace(CONFIG, runaway=True)
 KEY = f"authorization: Bearer {key_of('acme')}"
@@ -194,3 +198,32 @@ def test_what_is_asked_of_the_engine(given: dict[str, Any], sent: dict[str, Any]
 )
 def test_what_is_not_understood_goes_on_as_it_is(read: bytes):
     assert without_usage(read) == (read, None)
+
+
+def test_who_leaves_while_the_rest_of_a_stream_waits_for_workers_pays_for_what_came():
+    """It was taken for one that had waited since it came, and paid nothing: a long stream's worker was gone with its tier."""
+
+    async def go(rig: Rig) -> None:
+        metered(rig)
+        gone = asyncio.Event()
+
+        async def breaks(_: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.write(HEAD + b"".join(framed(text(i)) for i in range(20)))
+            await gone.wait()
+            writer.transport.abort()
+            return True
+
+        rig.decode[0].behave = breaks
+        reader, writer, _ = await rig.connect()
+        writer.write(http(ask(prompt="short", stream=True, temperature=0), KEY))
+        await reader.readuntil(b'"w19"')
+        rig.router.apply(Documents(rig.context.config, Endpoints(fleet="f", namespace="n", at_zero=(AtZero(tier="t"),))))
+        gone.set()
+        await until(lambda: len(rig.context.holding) == 1)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.close()
+        await until(lambda: len(rig.context.holding) == 0)
+        account = rig.context.desk.accounts["acme"]
+        assert (account.counts["answered"], account.counts["failed"], account.output_tokens, account.inflight) == (1, 0, 19, 0)
+
+    run(go, prefill=0)
