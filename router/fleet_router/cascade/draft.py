@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fleet_router.admission.gate import Ticket
 from fleet_router.admission.quota import Outcome
+from fleet_router.admission.runaway import Why
 from fleet_router.ask import Ask, Hints
 from fleet_router.context import Client, Context
 from fleet_router.errors import RequestError
@@ -112,6 +113,12 @@ class Draft(Flow):
     def _hold(self, why: str, code: str) -> None:
         """A draft waits for no worker: the next tier is asked."""
         self._refuse(RequestError(503, why, code=code))
+
+    def _end_runaway(self, why: Why) -> None:
+        """An answer that had to be ended is none while there is a next tier; the worker sees a client that left."""
+        self._context.desk.runaways[why] += 1
+        self._abandon_leg()
+        self._break(RequestError(502, f"the draft ran away: {why}"))
 
     def _last_resort(self, now: float, hints: Hints) -> tuple[Choice | Refusal, list[int]]:
         """The next tier is better than workers that failed."""
