@@ -27,8 +27,11 @@ class Bucket:
         """Units that were ever taken here, less those given back."""
 
     def resized(self, per_s: float, size: int, now_ns: int) -> Bucket:
-        """With other limits, and as many units taken or owed: a reload is no way to a full bucket, nor out of debt."""
+        """With other limits, and as many units taken or owed: a reload is no way to a full bucket, nor out of debt. With the same
+        ones it is this bucket: of a unit that takes minutes to come back, what has come would be lost each time."""
         other = Bucket(per_s, size)
+        if (other.each_ns, other.size) == (self.each_ns, self.size):
+            return self
         other.full_at_ns = now_ns + max(0, -(-(self.full_at_ns - now_ns) // self.each_ns)) * other.each_ns
         other.taken = self.taken
         return other

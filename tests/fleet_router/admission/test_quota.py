@@ -155,6 +155,16 @@ def test_a_reload_forgives_no_debt():
     assert (mine.charge(1, NOW), owed.retry_after_s) == (owed, 541)
 
 
+def test_a_reload_that_changes_nothing_takes_no_time_back():
+    """Each one rounded what was owed up to whole requests: with one in 100 s and a reload each minute none ever passed again."""
+    one = account(requestsPerSecond=0.01)
+    assert one.charge(1, NOW) is None
+    for seconds in (60, 90):
+        one.follow(parsed(a={"requestsPerSecond": 0.01}).tenants[0], NOW + seconds * SECOND_NS)
+        assert one.charge(1, NOW + seconds * SECOND_NS) is not None
+    assert one.charge(1, NOW + 100 * SECOND_NS) is None
+
+
 def test_a_bucket_says_that_it_is_full_from_the_moment_on_at_which_it_is():
     bucket = Bucket(2.0, 4)
     assert bucket.take_if(1, NOW)
