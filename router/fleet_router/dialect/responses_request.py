@@ -115,7 +115,6 @@ def chat_request(asked: ResponsesRequest) -> dict[str, Any]:
         raise RequestError(400, f"previous_response_id: {STATELESS}", param="previous_response_id")
     if asked.include:
         raise RequestError(400, f"include: {asked.include[0]} is not served", param="include")
-    choice = asked.tool_choice
     return given(
         model=asked.model,
         messages=_messages(asked),
@@ -123,11 +122,19 @@ def chat_request(asked: ResponsesRequest) -> dict[str, Any]:
         temperature=asked.temperature,
         top_p=asked.top_p,
         tools=[_tool(tool) for tool in asked.tools] if asked.tools else None,
-        tool_choice={"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedTool) else choice,
+        tool_choice=_choice(asked),
         parallel_tool_calls=asked.parallel_tool_calls if asked.tools else None,
         response_format=_format(asked.text.format) if asked.text is not None and asked.text.format is not None else None,
         reasoning_effort=asked.reasoning.effort if asked.reasoning is not None else None,
     )
+
+
+def _choice(asked: ResponsesRequest) -> Any:
+    """Without tools `auto` says nothing, and clients send it with every request; vLLM refuses it there."""
+    choice = asked.tool_choice
+    if isinstance(choice, NamedTool):
+        return {"type": "function", "function": {"name": choice.name}}
+    return None if choice == "auto" and not asked.tools else choice
 
 
 def _tool(tool: Tool) -> dict[str, Any]:

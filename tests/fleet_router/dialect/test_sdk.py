@@ -199,6 +199,26 @@ def test_responses_call_functions_and_take_their_output(streamed: bool):
     run(go)
 
 
+@pytest.mark.parametrize(("choice", "status"), [("auto", 200), ("none", 200), ("required", 400)])
+def test_responses_may_leave_it_to_the_model_whether_to_call_without_tools(choice: Any, status: int):
+    """`tools: []` was left out and `auto` was not, which vLLM refuses: 400 to what OpenAI answers."""
+
+    async def go(rig: Rig) -> None:
+        async def like_vllm(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            if body.get("tool_choice", "none") != "none" and not body.get("tools"):
+                answer(writer, 400, {"error": {"message": "When using `tool_choice`, `tools` must be set.", "code": 400}})
+                return True
+            return await says(TEXT)(body, writer)
+
+        rig.decode[0].behave = like_vllm
+        asked = {"model": "m", "input": "x", "tools": [], "tool_choice": choice}
+        found, body = await rig.post(asked, "/v1/responses")
+        assert found == status
+        assert status != 200 or json.loads(body)["tool_choice"] == choice
+
+    run(go, prefill=0)
+
+
 def test_responses_that_were_cut_by_the_limit_are_incomplete():
     async def go(rig: Rig) -> None:
         rig.decode[0].behave = says(TEXT, "length")
