@@ -9,6 +9,7 @@ from typing import Final
 from fleet_router.ask import Hints
 from fleet_router.carrying import Carrying
 from fleet_router.errors import RequestError
+from fleet_router.health.inband import for_the_record
 from fleet_router.policy.chosen import Choice, Refusal
 from fleet_router.workers import Worker
 
@@ -48,7 +49,7 @@ class Awaiting(Carrying):
         holding.lost |= lost
         self._excluded = (self._excluded - lost) | self._barred  # who is waited for may answer when it is back
         if self.record.tries:
-            self.record.tries[-1].reason = f"{why}; waits for one that was there"
+            self.record.tries[-1].reason += "; waits for one that was there"
 
     def _tier_not_there(self) -> str:
         """The tier that alone may answer, where none of its workers decodes: what others at zero become is of no use."""
@@ -93,9 +94,9 @@ class Awaiting(Carrying):
             return False
         self._trip_over()
         self._unreached = 0
-        said = f"{worker.endpoint.name}: {why}"
-        self.record.tried(now, 0.0, said, None, None)
-        self._hold(said, "no_worker")
+        name = worker.endpoint.name
+        self.record.tried(now, 0.0, f"{name}: {for_the_record(why)}", None, None)
+        self._hold(f"{name}: {why}", "no_worker")
         return True
 
     @abstractmethod

@@ -11,11 +11,13 @@ import msgspec
 import pytest
 
 from fleet_router.ending import framed, unframed
+from fleet_router.explain.shown import shown
+from fleet_router.health.absent import Absent
 from fleet_router.health.inband import error_in
 from fleet_router.health.resume import said_of
 from tests.fleet_router.fake_worker import FakeWorker
 from tests.fleet_router.health.test_resume import GREEDY, events, generator, tokens, word
-from tests.fleet_router.rig import CONFIG, Rig, run
+from tests.fleet_router.rig import CONFIG, Rig, http, run, until
 
 SAID = json.dumps({"error": {"message": "EngineCore died.", "type": "InternalServerError", "param": None, "code": 500}}).encode()
 SHAPES = {
@@ -119,6 +121,25 @@ def test_b7_any_other_stream_ends_with_an_error_and_no_done(path: str, cut: str)
         assert record.tries[-1].why == "the worker broke the stream off"
 
     run(go, prefill=0, decode=2)
+
+
+def test_b7_the_record_of_one_that_waits_for_another_worker_does_not_quote_it():
+    """It did, as the reason why it waited: logs and spans told a worker's own words."""
+
+    async def go(rig: Rig) -> None:
+        dies(rig, SHAPES["vllm"], 0, "one read")
+        rig.context.table.absent = {"u": Absent("t", {}, rig.context.clock())}
+        reader, writer, connection = await rig.connect()
+        writer.write(http(GREEDY))
+        await until(lambda: len(rig.context.holding) == 1)
+        record = connection.flow.record  # type: ignore[union-attr]
+        name = rig.context.table.by_role["decode"][0].endpoint.name
+        assert record.tries[-1].reason == f"{name}: the worker broke the stream off; waits for one that was there"
+        assert b"EngineCore" not in msgspec.json.encode(shown(record, 0.0))
+        rig.sweep(later_s=20)
+        assert b" 503 " in await reader.readline()
+
+    run(go, prefill=0, config=msgspec.structs.replace(CONFIG, return_wait_s=10.0))
 
 
 @pytest.mark.parametrize("path", list(BODIES))
