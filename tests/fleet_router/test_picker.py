@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,6 +15,7 @@ from fleet_router.epp.exchange import Exchange
 from fleet_router.epp.messages import BUFFERED, FULL_DUPLEX, NONE, ProcessingRequest
 from fleet_router.receiving import PIECE_BYTES, PIECES_FEW
 from tests.fleet_router.admission.made import key_of, parsed
+from tests.fleet_router.fake_worker import answer
 from tests.fleet_router.rig import CONFIG, Rig, ask, run
 
 EVENTS = [b'data: {"choices": [{"index": 0, "text": "%b"}]}\n\n' % text for text in (b"a", b"b")] + [b"data: [DONE]\n\n"]
@@ -392,3 +394,30 @@ def test_an_answer_that_tells_an_error_in_its_last_piece_is_over_once(mode: int)
         assert (metrics.of("t", "r").errors, rig.context.desk.accounts["acme"].counts["answered"]) == (1, 1)
 
     run(go, prefill=0)
+
+
+@pytest.mark.parametrize("mode", [FULL_DUPLEX, BUFFERED])
+@pytest.mark.parametrize("status", [400, 404, 422])
+def test_a_prefill_workers_refusal_is_told_behind_a_gateway(mode: int, status: int):
+    """Nobody was told: the gateway waited for a decision until it gave up."""
+
+    async def go(rig: Rig) -> None:
+        async def refuses(_: Any, writer: asyncio.StreamWriter) -> bool:
+            answer(writer, status, {"error": {"message": "too long for this model", "param": "prompt"}})
+            return True
+
+        known(rig, tokensPerMinute=10_000)
+        rig.prefill[0].behave = refuses
+        head = head_of()
+        head.protocol_config.request_body_mode = mode
+        async with asyncio.timeout(3):
+            *_, said = await exchanged(rig, head, body_of(ask()))
+        told = json.loads(said.immediate_response.body)["error"]
+        assert (said.immediate_response.status.code, told["message"]) == (status, "too long for this model")
+        headers = {one.header.key: one.header.raw_value for one in said.immediate_response.headers.set_headers}
+        assert headers["x-ratelimit-limit-tokens"] == b"10000"
+        account, (record,) = rig.context.desk.accounts["acme"], rig.context.recorder.troubled
+        assert (account.counts["refused"], account.inflight, record.status) == (1, 0, status)
+        assert (+rig.context.metrics.requests, rig.context.metrics.client_left) == ({status: 1}, 0)
+
+    run(go)

@@ -14,6 +14,7 @@ from fleet_router.admission.usage import EVENT
 from fleet_router.ask import Ask, Hints
 from fleet_router.config import RouterConfig
 from fleet_router.context import Client, Context
+from fleet_router.dialect.chat import worker_error
 from fleet_router.errors import RequestError
 from fleet_router.flow import Flow
 from fleet_router.legs import NOT_IMPLEMENTED, NOT_THE_CLIENT, OK
@@ -129,6 +130,14 @@ class Picked(Flow):
 
     def _says_something(self, now: float) -> None:
         """Its head said it: of the body a gateway may show us nothing."""
+
+    def refuse_with(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """Of a leg of our own: no answer of it is the gateway's, which waits to be told what to do."""
+        self._release_lease()
+        self._outcome, self.record.status = "refused", status
+        self._count(status)
+        self._over()
+        self._gateway.refuse(worker_error(status, body, self.told_with_refusals()))
 
     def silent(self) -> None:
         """What the gateway was told cannot be taken back. Legs of our own can."""
