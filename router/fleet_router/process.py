@@ -349,8 +349,8 @@ class Router:
 
     # -- other processes of the same port ---------------------------------------------------------------------------
     async def answer(self, url: bytes) -> Answer:
-        """Of this process alone, to a sibling."""
-        path = url.partition(b"?")[0]
+        """Of this process alone, to a sibling. Behind a URL of decisions stands who may see which."""
+        path = url.partition(b" ")[0].partition(b"?")[0]
         if path == HELD:
             return 200, b"%d\n" % await held_here(self._context.holding, wait_of(url))
         if path == DECISIONS:

@@ -9,6 +9,8 @@ import pytest
 
 from fleet_router.gathering import gathered
 from fleet_router.members import Answer, Member, serve
+from fleet_router.process import Router, Settings
+from tests.fleet_router.rig import http
 
 FAMILY = secrets.token_hex(8)
 
@@ -36,5 +38,27 @@ def test_counters_of_half_the_processes_are_no_counters(there: bool, status: int
         if serving is not None:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("query", ["", "?limit=5", "?id=nobody"])
+def test_decisions_of_all_processes_are_told_with_a_query_and_without(query: str):
+    """Without one a sibling took the rights behind the path for a part of it, and answered as if it were asked for its health:
+    whoever asked got 503."""
+
+    async def go() -> None:
+        members = [Member.parse(f"{index}/2/{FAMILY}") for index in (0, 1)]
+        mine, other = (Router(Settings("dir:/none", "127.0.0.1", 0, member=member)) for member in members)
+        serving = asyncio.create_task(serve(members[1], other.answer))
+        async with await asyncio.get_running_loop().create_server(mine.connection, "127.0.0.1", 0) as server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(http(b"", "connection: close", path=f"/debug/decisions{query}", method="GET"))
+            got = await reader.read(-1)
+            writer.close()
+        status, body = got.split(b" ", 2)[1], got.partition(b"\r\n\r\n")[2]
+        assert (status, body == b'{"decisions":[]}') == ((b"404", False) if "id" in query else (b"200", True))
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
 
     asyncio.run(go())
