@@ -127,13 +127,17 @@ class Encoding:
             self._first, self._first_at = first, now
         self._late = now - self._first_at > LATE_S
         if self._late:
-            for waits in list(self._waiting):
-                waits.cancel()
+            self.let_go()
         if first is not None and tokeniser is not None and first.running() and now - self._first_at > ENDLESS_S:
             self._encoder.stop()  # when it comes back, if ever
             self._encoder, self._first, self._late = _Thread(), None, False
             self._jobs.clear()
             self._gave_up(tokeniser, "it comes to no end")
+
+    def let_go(self) -> None:
+        """Nobody waits any more: all go by the approximate index."""
+        for waits in list(self._waiting):
+            waits.cancel()
 
     def stop(self) -> None:
         """What waits is not done any more."""

@@ -288,6 +288,10 @@ class Knowledge:
         out += ["# TYPE fleet_router_tokenised_tokens gauge", f"fleet_router_tokenised_tokens {self.prefixes.tokens}"]
         return out
 
+    def let_go(self) -> None:
+        """Nobody asks any more: who waits for the tokens of a prompt goes on without them."""
+        self._encoding.let_go()
+
     def stop(self) -> None:
         """End both threads; not on the loop, which one of them may be waiting for."""
         self._stopped = True

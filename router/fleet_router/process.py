@@ -178,6 +178,7 @@ class Router:
             context.knowledge.follow([(worker.endpoint, worker.bit) for worker in context.table.workers.values()])
         elif (knowledge := context.knowledge) is not None:
             context.knowledge = None
+            knowledge.let_go()
             threading.Thread(target=knowledge.stop, daemon=True).start()  # it waits for threads that wait for this one
 
     def know(self, tenants: Tenants) -> None:

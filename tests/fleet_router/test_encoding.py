@@ -9,13 +9,15 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fleet_router.encoding import ENDLESS_S, LATE_S, SLOW_S, WAITING_CHARS_MOST, WAITING_MOST, Encoding, beside
 from fleet_router.knowledge import NOT_KNOWN, Knowledge
 from fleet_router.tokeniser import PROBE_CHARS, Tokeniser, UnreadableError
 from fleet_worker.tinymodel import make_tiny_model
-from tests.fleet_router.rig import until
+from tests.fleet_router.rig import CONFIG, Rig, ask, until
+from tests.fleet_router.rig import run as run_router
 from tests.fleet_router.test_knowledge import Publisher, counted, endpoint, ready, root_hash
 
 TEXT = ["abc"]
@@ -228,3 +230,25 @@ def test_a_text_that_its_tokenizer_breaks_at_goes_by_the_approximate_index(folde
             server.close()
 
     asyncio.run(go())
+
+
+def test_who_waits_for_a_tokenizer_that_a_reload_has_put_away_goes_on_at_once():
+    """Nobody looked after its thread any more: where it was stuck, all that waited for it did until their deadlines."""
+
+    async def go(rig: Rig) -> None:
+        held, precise = threading.Event(), msgspec.structs.replace(CONFIG, prefix_index="precise")
+        rig.apply(rig.prefill, rig.decode, precise)
+        knowledge, stuck = rig.context.knowledge, Encodes(held=held)
+        assert knowledge is not None
+        stuck.inline_chars, stuck.lead = 0, ()  # type: ignore[attr-defined]
+        knowledge._tokeniser = stuck  # type: ignore[assignment]
+        asked = asyncio.create_task(rig.post(ask(prompt="short")))
+        await until(lambda: stuck.began == 1)
+        rig.apply(rig.prefill, rig.decode)
+        try:
+            async with asyncio.timeout(3):
+                assert (await asked)[0] == 200
+        finally:
+            held.set()
+
+    run_router(go, prefill=0)
