@@ -100,9 +100,13 @@ class Flow(Hedging):
 
     def _was_counted(self, counted: Counted) -> None:
         """The prompt's tokens are known, or will not be."""
-        if not self.done:
-            self._counted = counted
+        if self.done:
+            return
+        self._counted = counted
+        try:
             self.begin()
+        except Exception as error:  # nobody waits for what counts them: the client would until its deadline
+            self.fault(error)
 
     def _waits_for(self) -> None:
         """What a worker decodes is waited for: of an answer that comes as a whole longer yet, see `_until_whole`."""

@@ -12,6 +12,7 @@ from fleet_router.desk import Desk
 from fleet_router.errors import RequestError
 from fleet_router.faults import Faults
 from fleet_router.holding import Holding
+from fleet_router.knowledge import NOT_KNOWN
 from fleet_router.upstream import CollectingUpstream, Pool
 from fleet_router.watching import watch
 from fleet_wire.endpoints import AtZero
@@ -257,5 +258,32 @@ def test_a_bug_in_how_a_request_is_read_ends_that_one_and_not_those_behind_it(mo
         assert (status, headers["connection"], rig.context.desk.faults.count) == (500, "close", 1)
         monkeypatch.undo()
         assert (await rig.post(ask(prompt="short")))[0] == 200
+
+    run(go)
+
+
+def test_a_bug_behind_the_count_of_a_prompts_tokens_is_told(monkeypatch: pytest.MonkeyPatch):
+    """They come from a thread: nobody heard of what failed then, and the client waited for its deadline."""
+
+    async def go(rig: Rig) -> None:
+        waits: list[Any] = []
+
+        class Later:
+            def count(self, _ask: Any, _chat: bool, then: Any, _salt: str) -> None:
+                waits.append(then)
+
+        def fails(*_: Any, **__: Any) -> None:
+            raise KeyError("a client's words")
+
+        rig.context.knowledge = Later()  # type: ignore[assignment]
+        reader, writer, _ = await rig.connect()
+        writer.write(http(ask(prompt="short")))
+        await until(lambda: len(waits) == 1)
+        rig.context.knowledge = None
+        monkeypatch.setattr(rig.context.table, "choose", fails)
+        asyncio.get_running_loop().call_soon(waits[0], NOT_KNOWN)
+        async with asyncio.timeout(3):
+            status, _, body = await answer_of(reader)
+        assert (status, b"router_failed" in body, rig.context.desk.faults.count) == (500, True, 1)
 
     run(go)
