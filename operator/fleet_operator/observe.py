@@ -209,8 +209,18 @@ def _pod(pod: Object, leaving: str, sick: str, serving: bool, told: bool, busy: 
         flip_since=_time(notes.get(FLIP_SINCE)) or 0.0,
         flipped=FLIPPED_AT in notes,
         righted=RIGHTED_AT in notes,
+        gone_by=_gone_by(pod),
         drain_s=max(0.0, pod["spec"].get("terminationGracePeriodSeconds", 0) - GRACE_SLACK_S),
     )
+
+
+def _gone_by(pod: Object) -> float | None:
+    """The API server writes when a pod's grace ends. What we asked to go ourselves has the time of that until it is seen."""
+    meta = pod["metadata"]
+    at = _time(meta.get("deletionTimestamp"))
+    if at is None or "deletionGracePeriodSeconds" in meta:
+        return at
+    return at + float(pod["spec"].get("terminationGracePeriodSeconds", 0))
 
 
 def _crashes(container: Mapping[str, Any]) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from fleet_api.conditions import rfc3339
+from fleet_planner.replicas import STUCK_S
 from fleet_planner.roles import Role
 from fleet_planner.types import ObservedPod, RouterView
 
@@ -32,6 +33,13 @@ def grouped(pods: Sequence[ObservedPod], words: Callable[[ObservedPod], str]) ->
 def unready(pods: Sequence[ObservedPod], now: float) -> str:
     """Why workers are not ready; one that says nothing for a minute is named with since when and where."""
     return grouped(pods, lambda pod: _why(pod, now))
+
+
+def stuck(pods: Sequence[ObservedPod], now: float) -> str:
+    """Workers that should have been gone for long, behind a semicolon; empty when there are none."""
+    found = [pod for pod in pods if pod.terminating and pod.gone_by is not None and now - pod.gone_by > STUCK_S]
+    words = grouped(found, lambda pod: f"should have been gone at {rfc3339(pod.gone_by or 0.0)}, and is there still{_on(pod)}")
+    return f"; {words}" if words else ""
 
 
 def unready_too_long(pods: Sequence[ObservedPod], deadline_s: float, now: float) -> bool:
@@ -62,9 +70,12 @@ def _why(pod: ObservedPod, now: float) -> str:
         return pod.message + again
     if pod.unready_since is None or (now - pod.unready_since < SILENT_S and not pod.silent):
         return ""
-    where = f" on node {pod.node}" if pod.node else ""
     what = "was ready, and does not answer" if pod.silent else "not ready"
-    return f"{what} since {rfc3339(pod.unready_since)}{where}{again}: look at its log"
+    return f"{what} since {rfc3339(pod.unready_since)}{_on(pod)}{again}: look at its log"
+
+
+def _on(pod: ObservedPod) -> str:
+    return f" on node {pod.node}" if pod.node else ""
 
 
 def _named(names: Sequence[str]) -> str:

@@ -140,12 +140,12 @@ def _pod(pod: ObservedPod, moved: _Moved) -> ObservedPod:
     flip = moved.by_s(f"{pod.uid}/{pod.flip_since}", pod.flip_since, own=True) if pod.flipping is not None else 0.0
     if not by and not flip:
         return pod
-    ready, unready, scheduled = (
-        at + by if at is not None else None for at in (pod.ready_since, pod.unready_since, pod.scheduled_at)
+    ready, unready, scheduled, gone_by = (
+        at + by if at is not None else None for at in (pod.ready_since, pod.unready_since, pod.scheduled_at, pod.gone_by)
     )
     return replace(
         pod, created_at=pod.created_at + by, ready_since=ready, unready_since=unready, scheduled_at=scheduled,
-        flip_since=pod.flip_since + flip,
+        flip_since=pod.flip_since + flip, gone_by=gone_by,
     )  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def is_partial(worker: Replica) -> bool:
 
 def _calm(workers: Iterable[Replica], memory: GangMemory, now: float) -> bool:
     settling = now < memory.settle_until <= now + SETTLE_S  # later than that: the clock was set back
-    return not settling and not any(worker.size > 1 and worker.terminating for worker in workers)
+    return not settling and not any(worker.size > 1 and worker.terminating and not worker.is_stuck(now) for worker in workers)
 
 
 def _since(worker: Replica) -> float:

@@ -55,7 +55,7 @@ def plan_orphans(fleet: InferenceFleet, observed: Observed, tiers: Mapping[str, 
         return Orphans()
     workers, serving = _left(observed, names)
     room_at = min(now, max((memory.room_at for memory in observed.memory.values()), default=0.0))
-    room_at = now if room_at and any(worker.terminating for worker in workers) else room_at
+    room_at = now if room_at and any(worker.terminating and not worker.is_stuck(now) for worker in workers) else room_at
     unpaid = not _is_paid(fleet, observed, serving, tiers)
     short = _short_since(observed, tiers, begun=room_at > 0, unpaid=unpaid)
     patience_s = SETTLE_S if room_at or unpaid else fleet.spec.scaling.capacity_wait_s  # what was given up finds its new owner

@@ -12,6 +12,8 @@ from fleet_planner.types import ObservedPod
 from fleet_planner.wanted import PodGone, PodWanted, PoolWanted
 
 ENDED = ("Succeeded", "Failed")
+STUCK_S = 120.0
+"""Beyond its grace: so long its kubelet may take to put its volumes away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,11 @@ class Replica:
         if len(self.pods) == 1:
             return self.leader.unschedulable
         return any(pod.unschedulable for pod in self.pods)
+
+    def is_stuck(self, now: float) -> bool:
+        """It should have been gone for long: nothing ends its process, or somebody's finalizer holds it. Nobody waits for it."""
+        going = [pod.gone_by for pod in self.pods if pod.terminating]
+        return bool(going) and all(at is not None and now - at > STUCK_S for at in going)
 
 
 def replicas_of(pods: Sequence[ObservedPod], sizes: tuple[int, int]) -> list[Replica]:

@@ -105,7 +105,7 @@ def plan_tier(
     unready_words = _unready(replicas, now)
     scene = Scene(wanted, groups, telemetry.revisions, want, limits, now, crashing(replicas, now), unready_words, had)
     course = plot_course(fleet.spec.rollout, _before(fleet, tier).rollout, scene)
-    step = _step(fleet, course, groups, want, limits, replicas, pools, planned)
+    step = _step(fleet, course, groups, want, limits, replicas, pools, planned, now)
     template = templates.get(course.target)
     rests = template is None or not template.flippable or step.rolling or pauses(remembered, now)
     free = None if rests else template
@@ -219,6 +219,7 @@ def _step(
     replicas: Mapping[str, Sequence[Replica]],
     pools: Mapping[tuple[str, Role], ObservedPool],
     planned: Mapping[str, Pair],
+    now: float,
 ) -> Step:
     """A pause holds a rollout, but not the way back from a bad revision. So it is held when its own workers are excused
     (`astray.py`): nobody knows what they do, and those that it would take the place of are well."""
@@ -235,7 +236,7 @@ def _step(
         sizes = zip(ROLES, want, strict=True)
         resized = any(pool.size not in (None, whole) for role, whole in sizes for pool in _of(pools, role))
         return hold_step(want, new, olds, planned, limits, resized=resized)
-    return plan_step(want, new, olds, limits, leaving_gpus=_leaving(replicas, limits), canary=course.canary)
+    return plan_step(want, new, olds, limits, leaving_gpus=_leaving(replicas, limits, now), canary=course.canary)
 
 
 def _compats(replicas: Sequence[Replica]) -> set[str]:
@@ -265,11 +266,11 @@ def _unready(replicas: Mapping[str, Sequence[Replica]], now: float) -> dict[str,
     return {name: unready([pod for pod in found if not pod.ready], now) for name, found in pods.items()}
 
 
-def _leaving(replicas: Mapping[str, Sequence[Replica]], limits: Limits) -> int:
+def _leaving(replicas: Mapping[str, Sequence[Replica]], limits: Limits, now: float) -> int:
     """Devices of workers that go: they terminate, or are to because they can never be whole again, and not all of their pods have
-    ended. Those of a node that goes away are nobody's to count."""
-    everything = [replica for found in replicas.values() for replica in found]
-    going = [r for r in everything if not r.alive and not r.leaving and any(pod.phase not in ENDED for pod in r.pods)]
+    ended. Those of a node that goes away are nobody's to count, nor those that should have been free for long."""
+    everything = [r for found in replicas.values() for r in found if not r.alive and not r.leaving and not r.is_stuck(now)]
+    going = [r for r in everything if any(pod.phase not in ENDED for pod in r.pods)]
     return sum(limits.gpus[0] if replica.role == "prefill" else limits.gpus[1] for replica in going)
 
 

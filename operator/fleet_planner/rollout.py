@@ -5,7 +5,7 @@ rules, from which every state of a rollout follows:
 
 1. Every group is sized inside the ratio, so that it can serve alone; the sum of groups inside the ratio is inside it, too.
 2. All workers together hold at most the wanted devices plus `surge_gpus`; workers that terminate count, those on nodes that go
-   away do not. What events take is brought back inside this bound, too.
+   away do not, nor those that should have been gone for long. What events take is brought back inside this bound, too.
 3. At least `want - unavailable` workers of each role serve. The old group keeps what the new one does not serve yet.
 4. The new group grows as far as rule 2 lets it, both roles in step, and only to sizes from which the rest can follow (ways.py).
    It is never shrunk for the sake of rule 2.

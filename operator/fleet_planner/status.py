@@ -15,7 +15,7 @@ from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import adapter_statuses, adapters_loaded
 from fleet_planner.canary import overdue
 from fleet_planner.capacity import QUOTA_WORDS
-from fleet_planner.causes import grouped, router_begins, router_words, unready, unready_too_long
+from fleet_planner.causes import grouped, router_begins, router_words, stuck, unready, unready_too_long
 from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.fabric import disaggregating, transport_verified
 from fleet_planner.gang import workers_of
@@ -58,7 +58,7 @@ def plan_status(
     tiers = tuple(_tier_status(view, observed, fleet.status) for view in views)
     verdicts: dict[ConditionType, Verdict] = {
         "Accepted": ("True", "Valid", _accepted(fleet)),
-        "Provisioned": _provisioned(views, observed),
+        "Provisioned": _provisioned(views, observed, now),
         "Available": _available(fleet, tiers, observed, now),
         "Disaggregating": disaggregating(
             {view.tier.name: observed.telemetry.get(view.tier.name) for view in views},
@@ -212,7 +212,7 @@ def _moving(rollout: RolloutStatus) -> str:
     return "; ".join(word for word in (rollout.progress, rollout.message) if word)
 
 
-def _provisioned(views: Sequence[TierView], observed: Observed) -> Verdict:
+def _provisioned(views: Sequence[TierView], observed: Observed, now: float) -> Verdict:
     if observed.problems:
         reason = NAME_CONFLICT if any(problem.reason == NAME_CONFLICT for problem in observed.problems) else "ApplyFailed"
         return "False", reason, "; ".join(map(str, observed.problems[:MAX_CAUSES]))
@@ -223,8 +223,8 @@ def _provisioned(views: Sequence[TierView], observed: Observed) -> Verdict:
         if len(_workers(view, role)) < size
     ]
     if short or observed.router is None:
-        return "False", "Creating", "pods are being created: " + ", ".join(short or ["router"])
-    return "True", "AllCreated", "every object exists"
+        return "False", "Creating", f"pods are being created: {', '.join(short or ['router'])}{stuck(observed.pods, now)}"
+    return "True", "AllCreated", f"every object exists{stuck(observed.pods, now)}"
 
 
 def _available(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Observed, now: float) -> Verdict:

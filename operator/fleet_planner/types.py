@@ -63,6 +63,7 @@ class ObservedPod:
     excused: str = ""  # it would be, but too many say so at once: it serves on
     righted: bool = False  # it was so once, and was told its role
     drain_s: float = 30.0  # longest time that it may take for its streams and leases
+    gone_by: float | None = None  # when its grace is over; None: it does not go, or that is not known
 
 
 @dataclass(frozen=True, slots=True)

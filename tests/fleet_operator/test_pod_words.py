@@ -133,3 +133,24 @@ def test_kubectl_describe_shows_events_in_the_order_in_which_they_happened():
     named = [render_event(raw, Event("Normal", f"R{n % 7}", "", "a"), at, "i")["metadata"]["name"] for n, at in enumerate(times)]
     assert named == sorted(named)
     assert len(set(named)) == len(named)
+
+
+@pytest.mark.parametrize(
+    ("meta", "gone_by"),
+    [
+        pytest.param({}, None, id="it stays"),
+        pytest.param(
+            {"deletionTimestamp": "1970-01-01T00:10:30Z", "deletionGracePeriodSeconds": 30}, 630.0, id="as the API says"
+        ),
+        pytest.param({"deletionTimestamp": "1970-01-01T00:10:00Z"}, 645.0, id="we asked, and have not seen it yet"),
+        pytest.param({"deletionTimestamp": "soon", "deletionGracePeriodSeconds": 30}, None, id="no time"),
+    ],
+)
+def test_when_the_grace_of_a_worker_that_goes_is_over(meta: dict[str, Any], gone_by: float | None):
+    labels = {"inferencefleet.io/role": "decode", "inferencefleet.io/tier": "t"}
+    pod = {
+        "metadata": {"name": "f-t-decode-a-0", "uid": "u", "labels": labels, **meta},
+        "spec": {"nodeName": "gpu-a", "terminationGracePeriodSeconds": 45},
+    }
+    (seen,) = observe_pods([pod])
+    assert seen.gone_by == gone_by
