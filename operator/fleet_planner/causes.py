@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from fleet_api.conditions import rfc3339
-from fleet_planner.replicas import STUCK_S
+from fleet_planner.replicas import is_overdue
 from fleet_planner.roles import Role
 from fleet_planner.types import ObservedPod, RouterView
 
@@ -37,7 +37,7 @@ def unready(pods: Sequence[ObservedPod], now: float) -> str:
 
 def stuck(pods: Sequence[ObservedPod], now: float) -> str:
     """Workers that should have been gone for long, behind a semicolon; empty when there are none."""
-    found = [pod for pod in pods if pod.terminating and pod.gone_by is not None and now - pod.gone_by > STUCK_S]
+    found = [pod for pod in pods if is_overdue(pod, now)]
     words = grouped(found, lambda pod: f"should have been gone at {rfc3339(pod.gone_by or 0.0)}, and is there still{_on(pod)}")
     return f"; {words}" if words else ""
 

@@ -24,7 +24,7 @@ from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.gang import workers_of
 from fleet_planner.healed import NOTHING_HEALED, HealingMemory
 from fleet_planner.poisoned import Found, find_poisoned
-from fleet_planner.replicas import Replica
+from fleet_planner.replicas import Replica, is_overdue
 from fleet_planner.rollout import Group, Limits
 from fleet_planner.scale import is_fresh
 from fleet_planner.serving import serves_without
@@ -61,17 +61,17 @@ def plan_healing(fleet: InferenceFleet, observed: Observed, now: float) -> dict[
         known, kept = observed.telemetry.get(tier.name), observed.memory.get(tier.name)
         memory = kept.healing if kept is not None else UNHURT.memory
         if (known is not None and known.pairs) or tier.name in before or memory.since or memory.replaced:
-            there = {pod.uid for pod in observed.pods}
+            there = _there(observed, now)
             replaced = _remembered(before.get(tier.name), memory, there, fleet.spec.healing.restart_poisoned, now)
             found[tier.name] = _of_tier(fleet, tier, observed, known or TierTelemetry(), memory, replaced, now)
     return found
 
 
-def marked(fleet: InferenceFleet, observed: Observed) -> Observed:
+def marked(fleet: InferenceFleet, observed: Observed, now: float) -> Observed:
     """All pods of workers whose replacement the status says, as if their node went away."""
     if not is_healing(fleet):
         return observed
-    going = decided(fleet, {pod.uid for pod in observed.pods})
+    going = decided(fleet, _there(observed, now))
     if not going:
         return observed
     words = {uid: one.message or UNTOLD for uid, one in going.items()}
@@ -104,7 +104,8 @@ def gone_first(
 ) -> tuple[PodGone, ...]:
     """Pods of such workers that go before others are ready in their place: no surge is allowed, or there was no room for
     `capacityWait`. What is left serves inside the ratio. `groups`: by revision."""
-    going, found = decided(fleet, {worker.leader.uid for worker in workers}), list[PodGone]()
+    there = {worker.leader.uid for worker in workers if not worker.is_stuck(now)}
+    going, found = decided(fleet, there), list[PodGone]()
     for worker in workers:
         one = going.get(worker.leader.uid)
         if one is None or not worker.alive:
@@ -116,6 +117,11 @@ def gone_first(
         if (tight or (waited and roomless)) and serves_without(workers, {worker.leader.uid}, limits.ratio):
             found += [PodGone(pod.name, pod.uid, f"no room for another one: {one.message}") for pod in worker.pods]
     return tuple(found)
+
+
+def _there(observed: Observed, now: float) -> set[str]:
+    """Uids of pods, without those that should have been gone for long: who replaces them is there, and they may never go."""
+    return {pod.uid for pod in observed.pods if not is_overdue(pod, now)}
 
 
 def _remembered(
@@ -160,7 +166,7 @@ def _of_tier(
     words = [_words(alive[name], ill[name]) for name in (waiting or sorted(ill))]
     if not waiting:
         return replace(told, verdict=_poisoned(tier, words, "it is being replaced"))
-    why = _why_not(fleet, tier, observed, workers, going)
+    why = _why_not(fleet, tier, observed, [worker for worker in workers if not worker.is_stuck(now)], going)
     if why:
         return replace(told, verdict=_poisoned(tier, words, why))
     spent = [one for one in replaced if now - _time(one.at) < WINDOW_S + SECOND_S]

@@ -94,7 +94,7 @@ def reconcile(fleet: InferenceFleet, observed: Observed, now: float, ending: End
     if ending is not None:
         return _end(fleet, observed, ending, clock, now)
     healing = plan_healing(fleet, observed, now)
-    observed = marked(fleet, observed)
+    observed = marked(fleet, observed, now)
     prefetch = plan_prefetch(fleet, observed, now)
     sizes = {tier.name: current_size(tier, observed) for tier in fleet.spec.tiers}
     scaled = any(scaled_by_others(tier.name, observed.templates[tier.name].revision, observed) for tier in fleet.spec.tiers)

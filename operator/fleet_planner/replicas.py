@@ -97,9 +97,14 @@ class Replica:
         return any(pod.unschedulable for pod in self.pods)
 
     def is_stuck(self, now: float) -> bool:
-        """It should have been gone for long: nothing ends its process, or somebody's finalizer holds it. Nobody waits for it."""
-        going = [pod.gone_by for pod in self.pods if pod.terminating]
-        return bool(going) and all(at is not None and now - at > STUCK_S for at in going)
+        """All that goes of it should have been gone for long, so nobody waits for it."""
+        going = [pod for pod in self.pods if pod.terminating]
+        return bool(going) and all([is_overdue(pod, now) for pod in going])
+
+
+def is_overdue(pod: ObservedPod, now: float) -> bool:
+    """It should have been gone for long: nothing ends its process, or somebody's finalizer holds it."""
+    return pod.terminating and pod.gone_by is not None and now - pod.gone_by > STUCK_S
 
 
 def replicas_of(pods: Sequence[ObservedPod], sizes: tuple[int, int]) -> list[Replica]:

@@ -204,6 +204,25 @@ def test_a_second_one_waits_for_the_budget_also_over_a_restart_of_the_operator()
     clinic(scenario, healing={"restartPoisoned": {"fabricPercent": 40}})
 
 
+def test_one_that_never_goes_keeps_no_other_one_from_being_replaced():
+    """Incident: its place in the budget was taken for as long as its pod was there, which was for ever."""
+
+    async def scenario(here: Clinic) -> None:
+        pod = (await here.pods("prefill"))[0]["metadata"]
+        await here.world.user.patch(POD, NAMESPACE, pod["name"], {"metadata": {"finalizers": ["example.com/away"]}})
+        here.ill = {pod["uid"]}
+        await here.seconds(90)
+        assert here.decided.keys() == here.ill
+        await here.seconds(400, 10)
+        assert pod["uid"] in await here.uids()
+        here.ill = {await here.uid("decode")}
+        await here.seconds(30, 10)
+        assert [uid for _, uid in here.deleted] == sorted(here.ill)
+        assert await here.says() == "KvMoved"
+
+    clinic(scenario)
+
+
 @pytest.mark.parametrize(
     ("spec", "ill", "says"),
     [
