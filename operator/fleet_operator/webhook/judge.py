@@ -10,6 +10,8 @@ from fleet_api.parse import ManifestError, parse_fleet, parse_pool
 from fleet_api.structure import normalised
 from fleet_api.validate import refusal, validate
 from fleet_operator.names import CHANGED_BY
+from fleet_operator.pool_sizes import written_on
+from fleet_operator.scale_targets import is_target
 from fleet_operator.webhook.review import Request, Verdict
 
 ALLOWED = Verdict()
@@ -44,21 +46,33 @@ def mark_fleet(request: Request) -> Verdict:
 
 
 def judge_scale(request: Request, pool: Mapping[str, Any], fleet: Mapping[str, Any]) -> Verdict:
-    """A size outside the bounds of the pool's role is refused, with the bounds; what cannot be judged is allowed."""
+    """A size with which the pool's role would be outside of its bounds is refused, with the bounds; what cannot be judged is
+    allowed, and what stays as it is."""
     replicas = _spec(request.object).get("replicas", 0)
     try:
         owned, parsed = parse_pool(pool), parse_fleet(fleet)
         bounds = parsed.tier(owned.spec.tier).role(owned.spec.role)
     except (ManifestError, KeyError):
         return ALLOWED
-    if not isinstance(replicas, int) or bounds.min_replicas <= replicas <= bounds.max_replicas:
+    if not isinstance(replicas, int) or replicas == owned.spec.replicas:
         return ALLOWED
-    spec = owned.spec
+    spec, role = owned.spec, _of_role(pool, replicas)
+    if bounds.min_replicas <= role <= bounds.max_replicas:
+        return ALLOWED
+    together = f"all revisions together would have {role}: " if role != replicas else ""
     return Verdict(
         False,
-        f"spec.replicas: Invalid value: {replicas}: {spec.role} of tier {spec.tier} of InferenceFleet {spec.fleet} has between "
-        f"{bounds.min_replicas} (minReplicas) and {bounds.max_replicas} (maxReplicas) workers",
+        f"spec.replicas: Invalid value: {replicas}: {together}{spec.role} of tier {spec.tier} of InferenceFleet {spec.fleet} has "
+        f"between {bounds.min_replicas} (minReplicas) and {bounds.max_replicas} (maxReplicas) workers",
     )
+
+
+def _of_role(pool: Mapping[str, Any], replicas: int) -> int:
+    """Workers of the whole role: while two revisions share it, what is added to one pool counts for the role (`sizing`)."""
+    written = None if is_target(dict(pool)) else written_on(dict(pool))
+    if written is None or written.planned is None or written.size is None:
+        return replicas
+    return max(0, written.size + replicas - written.planned)
 
 
 def _spec(obj: Mapping[str, Any]) -> Mapping[str, Any]:

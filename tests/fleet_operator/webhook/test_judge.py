@@ -12,6 +12,7 @@ import pytest
 from fleet_api.parse import parse_fleet
 from fleet_api.validate import refusal, validate
 from fleet_operator.names import CHANGED_BY
+from fleet_operator.render.fleet import render_pool
 from fleet_operator.scale_targets import render_target
 from fleet_operator.webhook.judge import judge_fleet, judge_scale, mark_fleet
 from fleet_operator.webhook.manifests import configurations, main
@@ -153,6 +154,26 @@ def test_a_size_outside_the_bounds_is_refused_with_the_bounds(replicas: int, all
             f"spec.replicas: Invalid value: {replicas}: prefill of tier t of InferenceFleet f has between 2 (minReplicas) and 4 "
             "(maxReplicas) workers"
         )
+
+
+@pytest.mark.parametrize(
+    ("replicas", "role"),
+    [pytest.param(1, 3, id="as it is"), (2, 4), (0, 2), (3, 5), (4, 6)],
+)
+def test_while_two_revisions_share_a_role_its_size_is_judged(replicas: int, role: int):
+    """Incident: in the middle of a rollout one worker more was refused (2 is fewer than the role may have), and as many as the
+    whole role may have were let pass for the new revision alone."""
+    parsed, owner = parse_fleet(fleet()), {**fleet(), "metadata": {"name": "f", "uid": "u"}}
+    part = render_pool(parsed, PoolWanted("f-t-prefill-0123abcd", "t", "prefill", "0123abcd", 1, 3), owner)
+    verdict = judge_scale(scale(replicas), part, fleet())
+    assert verdict.allowed is (2 <= role <= 4)
+    if not verdict.allowed:
+        assert verdict.message.startswith(f"spec.replicas: Invalid value: {replicas}: all revisions together would have {role}: ")
+
+
+def test_a_size_that_stays_is_not_judged():
+    """Bounds that were changed since, and a client that writes the whole of a Scale."""
+    assert judge_scale(scale(9), {**pool(), "spec": {**pool()["spec"], "replicas": 9}}, fleet()).allowed
 
 
 @pytest.mark.parametrize(("replicas", "allowed"), [(1, False), (2, True), (4, True), (5, False)])
