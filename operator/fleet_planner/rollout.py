@@ -306,7 +306,8 @@ def why_stuck(want: Pair, new: Group, limits: Limits) -> str:
         return f"a quota refuses the new workers, {lets}"
     if new.queued:
         return f"the new workers wait in a queue, {lets}"
-    needed = auto_surge(want, limits, None)
+    # what there is does not suffice, though it may for a rollout without a canary
+    needed = max(auto_surge(want, limits, None), (limits.surge_gpus or 0) + 1)
     return (
         f"rollout.maxSurgeGpus is {limits.surge_gpus}, but inside the ratio the next step needs {needed} more devices "
         f"than the {devices(want, limits.gpus)} of {want[0]} prefill and {want[1]} decode workers"

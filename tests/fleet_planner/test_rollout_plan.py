@@ -205,6 +205,14 @@ def test_what_a_quota_refuses_to_others_is_not_this_rollouts():
     assert world.sizes()[0] == (2, 4)
 
 
+def test_a_canary_that_does_not_fit_asks_for_more_than_there_is():
+    """It said that the next step needed 0 more devices: a rollout without a canary needs none."""
+    world = World(canary={"steps": [75], "interval": "1m"}, maxSurgeGpus=0, maxUnavailable=1)
+    told = world.rolling(world.steps(12))
+    assert told[0] == "Stuck"
+    assert "rollout.maxSurgeGpus is 0, but inside the ratio the next step needs 1 more devices" in told[1]
+
+
 NO_IMAGE = 'Back-off pulling image "w:9": not found'
 
 
