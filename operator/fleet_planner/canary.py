@@ -20,7 +20,7 @@ from fleet_api.conditions import rfc3339
 from fleet_api.v1alpha1.rollout import AnalysisSpec, CanarySpec, RolloutSpec, parse_factor
 from fleet_api.v1alpha1.status import RolloutStatus
 from fleet_planner.ratio import Pair, largest, smallest
-from fleet_planner.rollout import Canary, Group, Limits, covers, smaller
+from fleet_planner.rollout import Canary, Group, Limits, auto_surge, covers, smaller, why_stuck
 from fleet_planner.types import RevisionLoad
 
 
@@ -146,7 +146,7 @@ def _judged(spec: RolloutSpec, canary: CanarySpec, status: RolloutStatus, scene:
     new, stable = _since(scene.loads.get(status.target), status), scene.loads.get(status.stable)
     breach = _breach(canary.analysis, new, stable) or scene.crashing.get(status.target, "")
     if not breach and overdue(spec, status, scene.now):
-        why = scene.unready.get(status.target, "")
+        why = scene.unready.get(status.target, "") or _no_room(scene, status.target)
         breach = f"no progress for {spec.progress_deadline}: {status.progress}{'; ' + why if why else ''}"
     if breach and status.stable in scene.groups:
         message = f"revision {status.target} was rolled back: {breach}"
@@ -167,6 +167,15 @@ def _judged(spec: RolloutSpec, canary: CanarySpec, status: RolloutStatus, scene:
         return Course(status.target, Canary(size), _waiting(status, canary, text, since))
     passed = {"step": status.step + 1, "step_since": "", "progress_since": rfc3339(scene.now)}
     return _judged(spec, canary, status.model_copy(update=passed), scene)
+
+
+def _no_room(scene: Scene, target: str) -> str:
+    """Why not one worker of it was made, in words; empty where one was, or where limits and quotas let it."""
+    new, surge = scene.groups.get(target, Group(target)), scene.limits.surge_gpus
+    if any(larger_of(new)):
+        return ""
+    short = surge is not None and auto_surge(scene.want, scene.limits, None) > surge
+    return why_stuck(scene.want, new, scene.limits) if short or new.refused else ""
 
 
 def _waiting(status: RolloutStatus, canary: CanarySpec, text: str, since: str) -> RolloutStatus:

@@ -118,6 +118,33 @@ def test_a_canary_that_never_starts_is_rolled_back_after_its_deadline():
     assert "no progress for 10m" in follow(spec(), *looks).rolled_back
 
 
+@pytest.mark.parametrize(
+    ("limits", "new", "words"),
+    [
+        pytest.param(LIMITS, {}, ", old 4+8", id="nothing to say"),
+        pytest.param(replace(LIMITS, surge_gpus=2), {}, ", old 4+8", id="there was room"),
+        pytest.param(
+            replace(LIMITS, surge_gpus=1),
+            {},
+            "; rollout.maxSurgeGpus is 1, but inside the ratio the next step needs 2 more devices than the 12 of 4 prefill and 8 "
+            "decode workers",
+            id="no surge",
+        ),
+        pytest.param(
+            LIMITS,
+            {"refused": True},
+            "; a quota refuses the new workers, and rollout.maxUnavailable lets no old one go first",
+            id="a quota",
+        ),
+    ],
+)
+def test_a_canary_that_had_no_room_says_so_when_it_is_rolled_back(limits: Limits, new: dict[str, Any], words: str):
+    """Incident: "no progress for 30m: new 0+0 ready of 4+8" was all that was left of it; until then RollingOut had said why."""
+    late = scene((0, 0), {}, NOW + 601, limits=limits)
+    late = replace(late, groups={**late.groups, NEW: Group(NEW, **new)})
+    assert follow(spec(), scene(), late).rolled_back.endswith(words)
+
+
 def test_without_canary_a_late_rollout_is_only_reported():
     plain = RolloutSpec.model_validate({"progressDeadline": "10m"})
     course = follow(plain, scene(), scene((0, 0), {}, NOW + 601))
