@@ -17,6 +17,7 @@ from fleet_planner.causes import unready
 from fleet_planner.crashes import crashing
 from fleet_planner.draft import draft_pods, scarce_first
 from fleet_planner.flip import (
+    Draft,
     Settled,
     Terms,
     anew_most_s,
@@ -35,7 +36,7 @@ from fleet_planner.memory import GangMemory, ScaleMemory
 from fleet_planner.ratio import Pair
 from fleet_planner.replicas import ENDED, Replica, replicas_of
 from fleet_planner.roles import ROLES, Role
-from fleet_planner.rollout import Group, Limits, Step, hold_step, plan_step, why_stuck
+from fleet_planner.rollout import Group, Limits, Step, hold_step, larger, plan_step, why_stuck
 from fleet_planner.serving import choose_serving, could_serve, still_needed
 from fleet_planner.types import Observed, ObservedPod, ObservedPool, Problem, Template, TierTelemetry
 from fleet_planner.wanted import FlipWanted, PodGone, PodWanted, PoolWanted, Relabel, Split, Target, TargetState
@@ -292,7 +293,9 @@ def _carried_out(
     settled = changing.settled
     everything = [replica for found in drafted.replicas.values() for replica in found]
     floor = scene.want[0] - scene.limits.unavailable, scene.want[1] - scene.limits.unavailable
-    needed = still_needed(everything, {pod.uid for pod in drafted.draft.delete}, scene.want, floor, scene.limits.ratio)
+    late = scene.now - fleet.spec.scaling.capacity_wait_s
+    spared = scene.want if _comes(drafted.draft, everything, scene.groups, late) else larger(floor, (1, 1))
+    needed = still_needed(everything, {pod.uid for pod in drafted.draft.delete}, spared, floor, scene.limits.ratio)
     drafted_gone = [pod for pod in drafted.draft.delete if pod.uid not in needed]
     drafted_uids = {pod.uid for pod in drafted_gone}
     delete = (*settled.gone, *drafted_gone, *(pod for pod in given.gone if pod.uid not in drafted_uids))
@@ -321,6 +324,13 @@ def _carried_out(
         gangs=given.memory,
         limited=given.limited,
     )
+
+
+def _comes(draft: Draft, workers: Sequence[Replica], groups: Mapping[str, Group], late: float) -> bool:
+    """Some worker is made, or has not been unready since `late`: it may take the place of one whose node goes away. Without any,
+    who drains that node would wait for ever."""
+    made = any(pod.revision not in groups or not groups[pod.revision].refused for pod in draft.create)
+    return made or any([worker.alive and not worker.ready and worker.unready_since > late for worker in workers])
 
 
 def _pools(
