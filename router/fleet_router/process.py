@@ -157,6 +157,11 @@ class Router:
         self.failed(f"the endpoints name no worker: the last ones are kept for {KEPT_S:g} s, and while one of them serves")
         return True
 
+    def same(self) -> None:
+        """What came last is what is there now: in force, unless it is one that `_keeps` away."""
+        if self._emptied.documents is None:
+            self._followed_at = self._clock()
+
     async def doubt(self) -> None:
         """Ask those that were there last, and believe that nobody is when none serves."""
         emptied = self._emptied.documents
@@ -200,9 +205,9 @@ class Router:
     async def _follow(self) -> None:
         scheme, _, rest = self._settings.follow.partition(":")
         if scheme == "dir":
-            await follow_directory(Path(rest), self.apply, self.failed)
+            await follow_directory(Path(rest), self.apply, self.failed, self.same)
         namespace, _, name = rest.partition("/")
-        await follow_kube(namespace, name, self.apply, self.failed, api_server(os.environ))
+        await follow_kube(namespace, name, self.apply, self.failed, self.same, api_server(os.environ))
 
     # -- plain routes -----------------------------------------------------------------------------------------------
     def plain(self, path: bytes) -> tuple[int, bytes, bytes]:

@@ -14,7 +14,7 @@ import pytest
 
 from fleet_router.config import RouterConfig
 from fleet_router.config import encode as encode_config
-from fleet_router.follow.directory import follow_directory
+from fleet_router.follow.directory import POLL_S, follow_directory
 from fleet_router.follow.documents import Documents, parse
 from fleet_router.follow.kube import Pace, follow_kube
 from fleet_router.follow.kube_http import ApiServer, api_server
@@ -43,9 +43,14 @@ class Seen:
     def __init__(self) -> None:
         self.applied: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
         self.problems: asyncio.Queue[str] = asyncio.Queue()
+        self.same = 0
+        """How often it found what it had delivered last."""
 
     def apply(self, found: Documents) -> None:
         self.applied.put_nowait(tuple(worker.name for worker in found.endpoints.workers))
+
+    def again(self) -> None:
+        self.same += 1
 
     async def next(self) -> tuple[str, ...]:
         return await asyncio.wait_for(self.applied.get(), WITHIN_S)
@@ -133,13 +138,19 @@ def test_a_folder_is_followed(tmp_path: Path):
         assert await seen.next() == ("a",)
         write(tmp_path, documents("a", "b"))
         assert await seen.next() == ("a", "b")
+        before = seen.same
+        await asyncio.sleep(3 * POLL_S)
+        assert seen.same > before, "nobody changes it: it is as new as can be"
         write(tmp_path, {**documents("c"), ENDPOINTS_KEY: '{"half'})
         assert "endpoints.json" in await seen.problem()
+        before = seen.same
+        await asyncio.sleep(2 * POLL_S)
         assert seen.applied.empty()
+        assert seen.same == before, "what is there is not what is in force"
         write(tmp_path, documents("c"))
         assert await seen.next() == ("c",)
 
-    following(lambda seen: follow_directory(tmp_path, seen.apply, seen.problems.put_nowait), scenario)
+    following(lambda seen: follow_directory(tmp_path, seen.apply, seen.problems.put_nowait, seen.again), scenario)
 
 
 def test_a_document_that_could_not_be_opened_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -158,7 +169,7 @@ def test_a_document_that_could_not_be_opened_is_read_again(tmp_path: Path, monke
         assert await seen.next() == ("a",)
 
     monkeypatch.setattr(Path, "read_bytes", full)
-    following(lambda seen: follow_directory(tmp_path, seen.apply, seen.problems.put_nowait), scenario)
+    following(lambda seen: follow_directory(tmp_path, seen.apply, seen.problems.put_nowait, seen.again), scenario)
 
 
 # -- the API server -------------------------------------------------------------------------------------------------
@@ -236,7 +247,9 @@ def with_api(tmp_path: Path, scenario: Callable[[Seen, Api], Awaitable[None]], p
         server = await asyncio.start_server(api.serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         task = asyncio.create_task(
-            follow_kube("n", "f-router", seen.apply, seen.problems.put_nowait, ApiServer(url, tmp_path / "token", None), pace)
+            follow_kube(
+                "n", "f-router", seen.apply, seen.problems.put_nowait, seen.again, ApiServer(url, tmp_path / "token", None), pace
+            )
         )
         try:
             await scenario(seen, api)
@@ -397,6 +410,28 @@ def test_an_audit_that_knows_of_a_change_before_its_watch_waits_for_it(tmp_path:
         for _ in range(3):
             await api.audited.get()
         assert (api.lists, api.watches, seen.problems.qsize()) == (1, 1, 0)
+
+    with_api(tmp_path, go, Pace(audit_s=0.02, late_s=0.5))
+
+
+def test_an_audit_says_that_nothing_changed_and_never_of_what_could_not_be_read(tmp_path: Path):
+    """The age of the endpoints grew to five minutes, a watch's length, where nobody changed them: the alert for documents that
+    cannot be read (RUNBOOK.md, 120 s) fired at every fleet at rest."""
+
+    async def go(seen: Seen, api: Api) -> None:
+        api.items = [config_map("a")]
+        assert await seen.next() == ("a",)
+        for _ in range(api.audited.qsize() + 3):
+            await api.audited.get()
+        assert seen.same >= 2
+        bad = {"metadata": {"name": "f-router", "resourceVersion": "6"}, "data": {ROUTER_CONFIG_KEY: "{}"}}
+        api.items = [bad]
+        api.send("MODIFIED", bad)
+        assert await seen.problem() == "endpoints.json is missing"
+        before = seen.same
+        for _ in range(api.audited.qsize() + 3):
+            await api.audited.get()
+        assert seen.same == before
 
     with_api(tmp_path, go, Pace(audit_s=0.02, late_s=0.5))
 

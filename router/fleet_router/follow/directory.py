@@ -12,19 +12,26 @@ from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY
 POLL_S = 0.1
 
 
-async def follow_directory(folder: Path, apply: Callable[[Documents], None], failed: Callable[[str], None]) -> None:
-    """Call `apply` with every new pair of documents, `failed` with every problem; for ever."""
+async def follow_directory(
+    folder: Path, apply: Callable[[Documents], None], failed: Callable[[str], None], same: Callable[[], None]
+) -> None:
+    """Call `apply` with every new pair of documents, `failed` with every problem, `same` whenever the pair that was applied is
+    still there; for ever."""
     seen: object = None
+    good = False
     while True:
         stamp = _stamp(folder)
         if stamp != seen:
-            seen = stamp
+            seen, good = stamp, False
             try:
                 apply(parse({key: (folder / key).read_bytes() for key in (ROUTER_CONFIG_KEY, ENDPOINTS_KEY)}))
+                good = True
             except (OSError, ValueError) as error:
                 failed(f"{folder}: {error}")
                 if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
                     seen = None  # no file was left to open it with: it may be readable as it is
+        elif good:
+            same()
         await asyncio.sleep(POLL_S)
 
 

@@ -72,11 +72,12 @@ class _Event(msgspec.Struct):
 
 
 async def follow_kube(
-    namespace: str, name: str, apply: Callable[[Documents], None], failed: Callable[[str], None], server: ApiServer,
-    pace: Pace = Pace(),
+    namespace: str, name: str, apply: Callable[[Documents], None], failed: Callable[[str], None], same: Callable[[], None],
+    server: ApiServer, pace: Pace = Pace(),
 ) -> None:  # fmt: skip
-    """Call `apply` with every version of the ConfigMap, `failed` with every problem; for ever."""
-    follower = _Follower(namespace, name, apply, failed, server, pace)
+    """Call `apply` with every version of the ConfigMap, `failed` with every problem, `same` whenever the last version is the one
+    that was applied; for ever."""
+    follower = _Follower(namespace, name, apply, failed, same, server, pace)
     backoff_s = BACKOFF_FIRST_S
     while True:
         try:
@@ -94,15 +95,17 @@ class _Follower:
     """One ConfigMap: what the API server told of it last."""
 
     def __init__(
-        self, namespace: str, name: str, apply: Callable[[Documents], None], failed: Callable[[str], None], server: ApiServer,
-        pace: Pace,
+        self, namespace: str, name: str, apply: Callable[[Documents], None], failed: Callable[[str], None],
+        same: Callable[[], None], server: ApiServer, pace: Pace,
     ) -> None:  # fmt: skip
         self._path = f"/api/v1/namespaces/{namespace}/configmaps"
         self._only = {"fieldSelector": f"metadata.name={name}"}
-        self._apply, self._failed = apply, failed
+        self._apply, self._failed, self._same = apply, failed, same
         self._server, self._pace = server, pace
         self._told = ""
         """Version of the ConfigMap that was delivered last, good or bad."""
+        self._good = False
+        """It could be read."""
 
     async def list(self) -> str:
         """Deliver what is there now; the version to watch from."""
@@ -131,17 +134,21 @@ class _Follower:
                 self._failed(f"audit: {type(error).__name__}: {error}")
 
     async def _missed(self) -> bool:
-        """Whether there is a version of which the watch does not tell, now or in a moment."""
+        """Whether there is a version of which the watch does not tell, now or in a moment; `same` where there is none."""
         known = self._told
-        if {item.metadata.resource_version for item in (await self._page(METADATA)).items or ()} <= {known}:
+        there = {item.metadata.resource_version for item in (await self._page(METADATA)).items or ()}
+        if there <= {known}:
+            if there and self._good:
+                self._same()
             return False
         await asyncio.sleep(self._pace.late_s)
         return self._told == known
 
     def _deliver(self, item: _Item) -> None:
-        self._told = item.metadata.resource_version
+        self._told, self._good = item.metadata.resource_version, False
         try:
             self._apply(parse(item.data or {}))
+            self._good = True
         except ValueError as error:
             self._failed(str(error))
 

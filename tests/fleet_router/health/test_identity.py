@@ -148,10 +148,19 @@ async def later(rig: Rig, seconds: float) -> None:
     await rig.router.doubt()
 
 
+def age_s(rig: Rig) -> float:
+    return float(rig.router.plain(b"/metrics")[2].decode().split("\nfleet_router_endpoints_age_seconds ")[1].split("\n")[0])
+
+
 def test_r10_endpoints_that_name_nobody_are_believed_when_nobody_serves():
     async def go(rig: Rig) -> None:
+        await later(rig, 0.5)
+        rig.router.same()
+        assert age_s(rig) < 0.4, "nothing changed: it is as new as can be"
         rig.apply([], [])
         await later(rig, 1.0)
+        rig.router.same()
+        assert age_s(rig) >= 0.4, "what is there is not what is in force"
         assert (await rig.post(ask(prompt="short")))[0] == 200
         assert rig.context.metrics.follow_errors == 1
         await later(rig, KEPT_S + 1.0)
