@@ -131,7 +131,7 @@ class Metrics:
     @staticmethod
     def _loads(rows: list[tuple[str, str, str, int]]) -> list[str]:
         loads: Counter[tuple[str, str]] = Counter()
-        counts: Counter[str] = Counter()
+        counts: Counter[str] = Counter({"prefill": 0, "decode": 0})
         out = ["# TYPE fleet_router_worker_inflight gauge"]
         for name, role, tier, inflight in rows:
             loads[role, tier] += inflight

@@ -91,6 +91,13 @@ def test_counts_of_revisions_are_bounded():
     assert 'fleet_router_revision_requests_total{tier="t",revision="00000063"} 1' in text
 
 
+def test_a_role_without_a_worker_is_told_as_none():
+    """Its series went away instead: no alert for 0 of them (RUNBOOK.md) could ever fire."""
+    text = Metrics().exposition([("d", "decode", "t", 0)], 0.0, 0)
+    assert 'fleet_router_endpoints{role="prefill"} 0\n' in text
+    assert 'fleet_router_endpoints{role="decode"} 1\n' in text
+
+
 def test_a_worker_that_changed_its_role_is_another_worker():
     """Also when the router missed the document in between: of one role answers are read, of the other handed on."""
     workers = table(0)
