@@ -400,3 +400,18 @@ def test_the_operator_takes_every_flag():
     assert (platform.worker_image, platform.drain_most_s) == ("registry.example/worker:v2", 600)
     assert platform.sick_taints[-1:] == ("example.com/broken",)
     assert platform.sick_conditions[-2:] == ("GpuOnFire", "FabricReady=False")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "runs fleets of namespace inferencefleet-system.\n"),
+        ({"watchNamespaces": ["ml", "lab"]}, "runs fleets of namespaces ml, lab.\n"),
+        ({"scope": "cluster"}, "runs fleets of all namespaces.\n"),
+        ({"scope": "cluster", "namespaceSelector": {"team": "a", "b": "c"}}, "runs fleets of namespaces with b=c,team=a.\n"),
+    ],
+)
+def test_the_notes_name_the_namespaces_that_are_followed(values: dict[str, Any], words: str):
+    """With a selector they said `all namespaces`."""
+    given = yaml.safe_dump(values)
+    assert words in helm("install", "x", str(CHART), "-n", NAMESPACE, "--dry-run=client", "--values", "-", stdin=given)
