@@ -165,6 +165,18 @@ def test_a_spec_that_the_operator_refuses_is_no_rollout_that_is_complete():
     assert progress({**fleet, "status": {**fleet["status"], "observedGeneration": 1}})[1] is False
 
 
+def test_a_status_that_somebody_edited_is_no_traceback():
+    """Of a condition the CRD asks for its type alone, of a tier's status for nothing."""
+    conditions = [{"type": "Accepted", "status": "False"}, {"type": "RollingOut", "status": "True"}]
+    fleet = {"metadata": {"generation": 1}, "status": {"observedGeneration": 1, "conditions": conditions, "tiers": [{}]}}
+    assert progress(fleet) == ("no reason: ", True, True)
+    fleet["status"]["conditions"] = conditions[1:]
+    assert progress(fleet) == ("no reason: ", False, False)
+    found = [Entry("t", 1, "aaaaaaaa", "", {}), Entry("t", 2, "bbbbbbbb", "", {})]
+    assert previous(found, fleet, "t", None).number == 2
+    assert len(table(found, fleet).splitlines()) == 3
+
+
 KUBECONFIG = """
 clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}]
 users: [{name: u, user: {}}]

@@ -60,7 +60,7 @@ def previous(found: Iterable[Entry], fleet: Object, tier: str, number: int | Non
             raise InputError(f"tier {tier} has no revision {number}; stored are: {known}")
         return match[0]
     tiers: list[Object] = (fleet.get("status") or {}).get("tiers", [])
-    status = next((one for one in tiers if one["name"] == tier), {})
+    status = next((one for one in tiers if one.get("name") == tier), {})
     rollout, serves = status.get("rollout") or {}, status.get("revision")
     kept = [entry for entry in mine if entry.revision == serves]
     if kept and (rollout.get("failed") or _is_held(fleet, tier, mine, serves)):
@@ -159,7 +159,7 @@ def _tier(now: Object, shape: Mapping[str, Any]) -> Object:
 
 def table(found: Iterable[Entry], fleet: Object) -> str:
     """`fleet rollout history`: one line per revision, and what marks it."""
-    status = {tier["name"]: tier for tier in (fleet.get("status") or {}).get("tiers", [])}
+    status = {tier.get("name"): tier for tier in (fleet.get("status") or {}).get("tiers", [])}
     lines = [f"{'TIER':<20} {'NO':>4}  {'REVISION':<9} {'CREATED':<21} STATE"]
     for entry in found:
         tier = status.get(entry.tier, {})
@@ -183,8 +183,14 @@ def progress(fleet: Object) -> tuple[str, bool, bool]:
     unseen = (fleet.get("status") or {}).get("observedGeneration", 0) < generation
     accepted = found.get("Accepted", {})
     if accepted.get("status") == "False" and not unseen:  # the other condition is still what the last accepted spec made it
-        return f"{accepted['reason']}: {accepted.get('message', '')}", True, True
+        return _words(accepted), True, True
     if rolling is None or unseen:
         return "the operator has not seen this version of the fleet yet", False, False
-    failed = rolling["reason"] in ("Stuck", "ProgressDeadlineExceeded", "RolledBack")
-    return f"{rolling['reason']}: {rolling.get('message', '')}", rolling["reason"] == "Complete" or failed, failed
+    reason = rolling.get("reason")
+    failed = reason in ("Stuck", "ProgressDeadlineExceeded", "RolledBack")
+    return _words(rolling), reason == "Complete" or failed, failed
+
+
+def _words(condition: Mapping[str, Any]) -> str:
+    """What somebody edited may lack either."""
+    return f"{condition.get('reason', 'no reason')}: {condition.get('message', '')}"
