@@ -346,6 +346,24 @@ def test_a_url_that_is_none_is_named(url: str, capsys: pytest.CaptureFixture[str
     assert f"{url!r} is not http://HOST:PORT" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["-n", "--kubeconfig", "--context"])
+def test_a_cluster_without_a_fleet_is_named(option: str, capsys: pytest.CaptureFixture[str]):
+    """It was passed over: this machine was asked, where nobody listens, or which has another fleet."""
+    with answering(200, {"decisions": [RECORD]}) as url:
+        assert main(["explain", "r1", "--url", url, option, "x"]) == 2
+    said = capsys.readouterr()
+    assert said.err == "fleet: -n, --kubeconfig and --context say where a fleet is: --fleet NAME is missing\n"
+    assert said.out == ""
+
+
+def test_an_empty_request_id_is_not_the_latest_ones(capsys: pytest.CaptureFixture[str]):
+    """A shell's variable that was never set."""
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", ""])
+    assert ended.value.code == 2
+    assert "'' is not a request id" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "change",
     [

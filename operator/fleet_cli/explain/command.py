@@ -30,7 +30,7 @@ def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "A fleet with tenants needs a key with the right to read decisions; one without answers its own host alone.",
     )
     explain.add_argument(
-        "request", nargs="?", metavar="REQUEST_ID", help="x-request-id of the answer; without it the latest ones"
+        "request", nargs="?", type=_id, metavar="REQUEST_ID", help="x-request-id of the answer; without it the latest ones"
     )
     explain.add_argument(
         "--url", action="append", type=_url, metavar="URL", help=f"a router, may be repeated (default {DEFAULT_URL})"
@@ -44,6 +44,12 @@ def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     explain.add_argument("--json", action="store_true", help="print the records as they are")
     explain.set_defaults(run=_run)
+
+
+def _id(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("'' is not a request id")  # the latest ones would be the answer
+    return text
 
 
 def _url(text: str) -> str:
@@ -98,15 +104,18 @@ def _tell(records: Sequence[dict[str, Any]]) -> int:
 
 @contextmanager
 def _urls(options: argparse.Namespace, problems: list[str]) -> Iterator[Sequence[str]]:
+    given = {"--namespace": options.namespace, "--kubeconfig": options.kubeconfig, "--context": options.context}
+    where = [part for name, value in given.items() if value for part in (name, value)]
     if options.fleet is None:
+        if where:
+            raise InputError("-n, --kubeconfig and --context say where a fleet is: --fleet NAME is missing")
         yield options.url or [DEFAULT_URL]
         return
     if options.url:
         raise InputError("--url and --fleet exclude each other")
     from fleet_cli.explain.forward import router_urls
 
-    given = {"--namespace": options.namespace, "--kubeconfig": options.kubeconfig, "--context": options.context}
-    with router_urls(options.fleet, [part for name, value in given.items() if value for part in (name, value)], problems) as urls:
+    with router_urls(options.fleet, where, problems) as urls:
         yield urls
 
 
