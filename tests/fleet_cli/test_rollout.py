@@ -369,6 +369,14 @@ def test_who_follows_a_rollout_waits_for_an_api_server_that_restarts(
     assert said.err.count("asking again") == said.err.count("\n") == 1
 
 
+def test_who_stops_waiting_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It ended with 1 and no word of why, as one that failed does."""
+    with Api(rolling("Progressing")) as api:
+        assert main(["rollout", "status", "f", "--timeout", "0", "--kubeconfig", api.kubeconfig(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("Progressing: words\n", "fleet: the rollout of fleet f is not over after 0 s (--timeout)\n")
+
+
 @pytest.mark.parametrize(
     ("said", "code", "words"),
     [

@@ -184,7 +184,7 @@ def _status(options: argparse.Namespace) -> int:
         if over:
             return EXIT_FAILED if failed else EXIT_OK
         if time.monotonic() >= end:
-            return EXIT_FAILED
+            raise RunError(f"the rollout of fleet {options.name} is not over after {options.timeout:g} s (--timeout)")
         time.sleep(WATCH_S)
 
 
