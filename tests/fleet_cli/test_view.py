@@ -220,6 +220,19 @@ def test_the_panel_shows_what_is_to_be_mended(stopping):
     assert "WorkersStarting" not in out.getvalue()
 
 
+def test_the_panel_cuts_no_cause_at_the_edge_of_the_terminal(monkeypatch):
+    """Lines that stay are not wrapped, so that they can be copied; of the panel's the end was lost with that."""
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "40"), ("LINES", "20")):
+        monkeypatch.setenv(name, value)
+    out, why = io.StringIO(), "worker prefill-0 has no device mlx5_0, which kvTransfer.netDevices names"
+    monkeypatch.setattr(out, "isatty", lambda: True, raising=False)
+    screen = LiveScreen(out, lambda: 0.0)
+    screen.show(snapshot([], with_conditions({**MISMATCH, "message": why})))
+    with screen:
+        pass
+    assert f"Mismatch: {why}" in " ".join(out.getvalue().split())
+
+
 @pytest.mark.parametrize(("term", "kind"), [("dumb", PlainScreen), ("xterm", LiveScreen)])
 def test_a_terminal_that_draws_no_panel_gets_lines(monkeypatch, term, kind):
     """With TERM=dumb nothing was said of any pod, ready or not."""

@@ -167,7 +167,7 @@ class LiveScreen:
         lines = [] if self._snapshot.stopping else [*role_lines(self._snapshot.status), *_adapters(self._snapshot)]
         lines += [] if self._snapshot.stopping else trouble_lines(self._snapshot.status).values()
         lines.append(kv_line(kv_total(self._snapshot.status)))
-        return Group(head, table, Text("\n".join(lines)))
+        return Group(head, table, Text("\n".join(lines), no_wrap=False, overflow="fold"))  # the console wraps nothing
 
 
 def _adapters(snapshot: Snapshot) -> list[str]:
