@@ -243,13 +243,13 @@ class QueueSpec(ApiModel):
 
 
 class HoldSpec(ApiModel):
-    """Requests that wait in a router while a tier wakes from zero; the bounds are each router pod's own."""
+    """Requests that wait in a router while a tier wakes from zero; the bounds are each router process's own."""
 
     requests: Annotated[int, Field(ge=1, le=100_000)] = Field(
-        default=256, description="Most requests that one router pod holds; further ones get 503. Default: 256."
+        default=256, description="Most requests that one router process holds; further ones get 503. Default: 256."
     )
     size: QuantityText = Field(
-        default="64Mi", description="Most bytes of their bodies that one router pod holds, 4Mi to 16Gi. Default: 64Mi."
+        default="64Mi", description="Most bytes of their bodies that one router process holds, 4Mi to 16Gi. Default: 64Mi."
     )
     time: DurationText = Field(
         default="5m", description="Longest time that a request is held before it gets 503, 1s to 1h. Default: 5m."
