@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ TOP_LEVEL = {
 FORBIDDEN_CALLS = {
     "pickle.load", "pickle.loads", "pickle.dump", "pickle.dumps", "dill.loads", "yaml.load", "torch.load", "marshal.loads",
 }  # fmt: skip
+NAMED = re.compile(r"`([\w./-]+\.py)`")
+OF_VLLM = {"nixl/pull_worker.py", "v1/core/sched/scheduler.py"}
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 500
 
@@ -48,6 +51,13 @@ def test_the_standard_operator_module_survives_the_repository_root():
 def test_every_top_folder_says_what_lives_there(folder: str):
     text = (ROOT / folder / "README.md").read_text()
     assert len(text.splitlines()) >= 5
+
+
+def test_texts_name_files_that_are_there():
+    there = [f"/{path.relative_to(ROOT)}" for path in tracked("*.py")]
+    named = {(text.relative_to(ROOT), name) for text in tracked("*.md") for name in NAMED.findall(text.read_text())}
+    lost = [one for one in sorted(named) if not any(path.endswith(f"/{one[1]}") for path in there)]
+    assert [one for one in lost if one[1] not in OF_VLLM] == []
 
 
 def python_sources() -> list[Path]:
