@@ -94,7 +94,7 @@ MOST = frozenset({
     "fleet_router_endpoints_age_seconds", "fleet_router_endpoints", "fleet_router_authentication", "fleet_router_tenants",
     "fleet_router_slots", "fleet_router_gossip_peers", "process_start_time_seconds", "fleet_router_build_info",
     "inference_pool_ready_pods", "fleet_router_workers_out", "fleet_router_workers_strange", "fleet_router_pairs_out",
-    "fleet_router_pair_failing", "fleet_router_pair_moved",
+    "fleet_router_pair_failing", "fleet_router_pair_moved", "fleet_router_kv_streams", "fleet_router_kv_blocks",
     "fleet_router_certificate_expires_timestamp_seconds", "fleet_router_certificate_outdated", "fleet_router_gossip_key_outdated",
 })  # fmt: skip
 """Metrics that every process has the same of: the largest stands for all. Others are added up."""

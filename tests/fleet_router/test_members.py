@@ -44,6 +44,13 @@ fleet_router_ttft_seconds_sum{tier="a b"} 0.75
     assert summed([ONE]) == ONE
 
 
+def test_each_process_reads_every_workers_events_and_knows_the_same_blocks():
+    """Three workers were twelve streams to a router of four processes."""
+    known = '# TYPE fleet_router_kv_streams gauge\nfleet_router_kv_streams{state="live"} 3\n'
+    known += "# TYPE fleet_router_kv_blocks gauge\nfleet_router_kv_blocks 20\n"
+    assert summed([known] * 4) == known
+
+
 @pytest.mark.parametrize("text", ["", "1/1/0123456789abcdef", "0/2/short", "x/2/0123456789abcdef", "0/2/0123456789abcdef/"])
 def test_a_member_that_is_none_is_refused(text: str):
     with pytest.raises(ValueError, match="INDEX/SIZE/FAMILY"):
