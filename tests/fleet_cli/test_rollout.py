@@ -413,3 +413,12 @@ def test_a_status_that_is_written_meanwhile_is_no_reason_to_refuse_a_pause(
     said = capsys.readouterr()
     assert words in said.out + said.err
     assert len(api.asked) == asked
+
+
+def test_a_restart_of_a_paused_fleet_says_what_it_waits_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It said that every worker is replaced, and none was."""
+    for paused in (True, False):
+        fleet = {"metadata": {"name": "f"}, "spec": {"rollout": {"paused": paused}}}
+        with Api((200, json.dumps(fleet).encode())) as api:
+            assert main(["rollout", "restart", "f", "--kubeconfig", api.kubeconfig(tmp_path)]) == 0
+        assert ("rollouts are paused: it begins after `fleet rollout resume f`" in capsys.readouterr().out) is paused

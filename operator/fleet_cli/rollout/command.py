@@ -232,7 +232,10 @@ def _restart(options: argparse.Namespace) -> int:
 
     def change(fleet: Object) -> tuple[Object, str]:
         fleet["metadata"].setdefault("annotations", {})[RESTARTED_AT] = now
-        return fleet, f"fleet {options.name}: every worker is replaced, as one rollout; routers follow the operator's version"
+        words = f"fleet {options.name}: every worker is replaced, as one rollout; routers follow the operator's version"
+        if fleet["spec"].get("rollout", {}).get("paused"):
+            words += f"; rollouts are paused: it begins after `fleet rollout resume {options.name}`"
+        return fleet, words
 
     _open(options).change(options.name, change)
     return EXIT_OK
