@@ -207,6 +207,12 @@ def test_a_cluster_that_cannot_be_asked_is_one_line(
     assert said.count("\n") == 1
 
 
+def test_a_kubeconfig_that_was_given_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Of a path with a mistake in it nothing was said but that no configuration was found."""
+    assert main(["rollout", "status", "f", "--kubeconfig", str(tmp_path / "confg")]) == 2
+    assert capsys.readouterr().err.startswith(f"fleet: no usable kubeconfig {tmp_path}/confg: ")
+
+
 FORBIDDEN = b'{"kind":"Status","code":403,"message":"inferencefleets is forbidden: User \\"u\\" cannot get resource"}'
 FLEET = b'{"metadata":{"name":"f"},"spec":{"tiers":[{"name":"t"}]}}'
 

@@ -50,7 +50,8 @@ class Fleets:
             chosen = next(one for one in every if one["name"] == context) if context else active
             self.namespace = namespace or chosen["context"].get("namespace") or "default"
         except Exception as error:  # the library raises whatever a file that is none makes it stumble over
-            raise InputError(f"no usable kubeconfig: {' '.join(str(error).split()) or type(error).__name__}") from error
+            file = f" {kubeconfig}" if kubeconfig else ""
+            raise InputError(f"no usable kubeconfig{file}: {' '.join(str(error).split()) or type(error).__name__}") from error
         found.retries = Retry(3, read=1, allowed_methods=["GET"])  # a write that is sent twice conflicts with itself
         asking = client.ApiClient(found)
         self._fleets, self._apps = client.CustomObjectsApi(asking), client.AppsV1Api(asking)
