@@ -22,6 +22,12 @@ REVISIONS_MOST: Final = 32
 """Revisions that are counted apart; the one that was first seen is forgotten for the next."""
 
 
+RELEASED: Final = ("done", "refused", "lost", "late", "unreachable", "dropped")
+HEDGED: Final = ("started", "won", "lost", "failed", "cut", "refused", "watched", "swallowed")
+RESUMED: Final = ("done", "differs", "refused")
+"""Labels of counters, which are there from the beginning: one that begins at 1 never grew to Prometheus."""
+
+
 @dataclass
 class Served:
     """What clients got from the workers of one revision of a tier: what a canary is judged by."""
@@ -96,11 +102,11 @@ class Metrics:
         tiers = {tier for _, _, tier, _ in rows} | set(self.handed_over)
         out += [f'fleet_router_handed_over_total{{tier="{tier}"}} {self.handed_over[tier]}' for tier in sorted(tiers)]
         out.append("# TYPE fleet_router_resumed_total counter")
-        out += [f'fleet_router_resumed_total{{outcome="{name}"}} {count}' for name, count in sorted(self.resumed.items())]
+        out += [f'fleet_router_resumed_total{{outcome="{name}"}} {self.resumed[name]}' for name in RESUMED]
         out.append("# TYPE fleet_router_kv_releases_total counter")
-        out += [f'fleet_router_kv_releases_total{{outcome="{name}"}} {count}' for name, count in sorted(self.releases.items())]
+        out += [f'fleet_router_kv_releases_total{{outcome="{name}"}} {self.releases[name]}' for name in RELEASED]
         out.append("# TYPE fleet_router_hedges_total counter")
-        out += [f'fleet_router_hedges_total{{event="{name}"}} {count}' for name, count in sorted(self.hedges.items())]
+        out += [f'fleet_router_hedges_total{{event="{name}"}} {self.hedges[name]}' for name in HEDGED]
         out.append("# TYPE fleet_router_drafts_total counter")
         out += [
             f'fleet_router_drafts_total{{tier="{tier}",outcome="{name}"}} {count}'

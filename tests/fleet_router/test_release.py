@@ -29,7 +29,7 @@ def counted(rig: Rig) -> dict[str, int]:
     rig.context.releases.sweep(rig.context.clock())
     text = rig.router.plain(b"/metrics")[2].decode()
     lines = [line.split("} ") for line in text.splitlines() if line.startswith("fleet_router_kv_releases_total{")]
-    return {name.split('"')[1]: int(count) for name, count in lines}
+    return {name.split('"')[1]: int(count) for name, count in lines if count != "0"}
 
 
 def held_connections(rig: Rig) -> int:

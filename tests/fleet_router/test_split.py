@@ -91,6 +91,14 @@ def test_counts_of_revisions_are_bounded():
     assert 'fleet_router_revision_requests_total{tier="t",revision="00000063"} 1' in text
 
 
+def test_what_is_alerted_on_when_it_grows_is_there_before():
+    """A series that begins at 1 never grew to Prometheus."""
+    text = Metrics().exposition([], 0.0, 0)
+    assert 'fleet_router_kv_releases_total{outcome="unreachable"} 0\n' in text
+    assert 'fleet_router_hedges_total{event="swallowed"} 0\n' in text
+    assert 'fleet_router_resumed_total{outcome="differs"} 0\n' in text
+
+
 def test_a_role_without_a_worker_is_told_as_none():
     """Its series went away instead: no alert for 0 of them (RUNBOOK.md) could ever fire."""
     text = Metrics().exposition([("d", "decode", "t", 0)], 0.0, 0)

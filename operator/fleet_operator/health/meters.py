@@ -25,6 +25,8 @@ _WEIGHED: Final[ContextVar[asyncio.Task[Any] | None]] = ContextVar("weighed", de
 
 REASONS_MOST: Final = 128
 """Reasons that get a label of their own; reasons are ours or the API server's CamelCase words, this bounds what else may come."""
+ALARMING: Final = ("PoisonedReplaced", "HealingBudgetSpent", "FabricSuspected")
+"""Warnings that somebody is woken for when they are told (RUNBOOK.md): a series that begins at 1 never grew to Prometheus."""
 BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
 
 
@@ -72,6 +74,8 @@ class Meters:
         )
         self._events = Counter("fleet_operator_events", "What users were told.", ["type", "reason"], registry=self.registry)
         self._reasons: set[str] = set()
+        for reason in ALARMING:
+            self._events.labels("Warning", reason)
         self._begun: dict[int, float] = {}
         Info("fleet_operator_build", "What runs.", registry=self.registry).info(
             {"version": metadata.version("inferencefleet"), "python": platform.python_version()}
@@ -94,6 +98,8 @@ class Meters:
         self._pulse.ended(begun)
         self._seconds.observe(self._clock() - self._begun.pop(begun))
         reasons = list(reasons)
+        for outcome in ("ok", "problems", "error"):  # those that never were, too: one that begins at 1 never grew
+            self._passes.labels(outcome)
         self._passes.labels("error" if failed else "problems" if reasons else "ok").inc()
         for reason in reasons:
             self._errors.labels(self._bounded(reason)).inc()

@@ -6,7 +6,9 @@ import asyncio
 import io
 import json
 import logging
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,6 +20,8 @@ from fleet_operator.health.logs import JsonFormatter, TextFormatter, masked
 from fleet_operator.health.meters import REASONS_MOST, Meters
 from fleet_operator.health.pulse import Pulse
 from fleet_operator.health.server import Readiness, health_app, serving
+
+RUNBOOK = Path(__file__).resolve().parents[3] / "operator/RUNBOOK.md"
 
 
 class Queue:
@@ -55,6 +59,18 @@ def test_passes_and_their_reasons_are_counted():
     assert value(made, 'fleet_operator_reconciles_total{outcome="error"}') == 1
     assert value(made, 'fleet_operator_errors_total{reason="Forbidden"}') == 2
     assert value(made, "fleet_operator_reconcile_seconds_count") == 3
+
+
+def test_what_is_alerted_on_when_it_grows_is_there_before():
+    """A series that begins at 1 never grew to Prometheus: the first poisoned worker woke nobody."""
+    made = meters()
+    rows = [line for line in RUNBOOK.read_text().splitlines() if line.startswith("| `fleet_operator_events_total`")]
+    reasons = re.findall(r"`([A-Z]\w+)`", rows[0])
+    assert len(reasons) == 3
+    assert [value(made, f'fleet_operator_events_total{{reason="{reason}",type="Warning"}}') for reason in reasons] == [0, 0, 0]
+    assert value(made, 'fleet_operator_reconciles_total{outcome="error"}') is None, "a standby makes no passes"
+    made.ended(made.began(), [])
+    assert value(made, 'fleet_operator_reconciles_total{outcome="error"}') == 0
 
 
 def test_writes_are_counted_by_verb_kind_and_end():
