@@ -147,7 +147,6 @@ class Answering(Metering):
         now = self._context.clock()
         self.started = True
         self.last_byte_at = now
-        self._count(status)
         self.record.status = status
         self._goes_on_until(now)
         if status == OK:
@@ -237,6 +236,7 @@ class Answering(Metering):
         """The head goes out alone."""
         head, self._head_bytes = self._head_bytes, b""
         if head:
+            self._count(self.record.status)
             self._client.write(head)
 
     def raw(self, data: bytes, shown: bytes | None = None) -> None:
@@ -280,6 +280,7 @@ class Answering(Metering):
             if not self._streams and one is not None and not one.ended and len(data) <= HELD_MOST_BYTES:
                 self._head_bytes = data
                 return
+            self._count(self.record.status)
         if data:
             self._client.write(data)
 
@@ -472,12 +473,8 @@ class Answering(Metering):
         self._client.break_off(error, stream=self._ask.stream and whole, last=self._last)
 
     def _count(self, status: int) -> None:
-        """The client is told so."""
+        """The client is told so: from now on it is, for a counter never goes down."""
         self._context.metrics.requests[status] += 1
-
-    def _uncount(self) -> None:
-        """A status that it was not told after all."""
-        self._context.metrics.requests[self.record.status] -= 1
 
     def _count_broken(self) -> None:
         """Its answer broke off."""

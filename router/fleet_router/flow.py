@@ -297,7 +297,6 @@ class Flow(Hedging):
         """A head came, or the beginning of an answer, and the client has not seen it: as if it had not come."""
         if not self._head_bytes:
             return False
-        self._uncount()
         self._head_bytes, self.started, self._first, self._outcome = b"", False, True, "left"
         self._gaps, self._unended, self._before, self._tail, self._told = 0, 0, b"", b"", None
         self._keep_no_more()

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.fleet_router.fake_worker import answer, stream
-from tests.fleet_router.rig import CONFIG, LONG, Rig, ask, run
+from tests.fleet_router.rig import CONFIG, LONG, Rig, ask, run, until
 
 EVENT = b'data: {"choices":[{"text":"a"}]}\n\n'
 WHOLE = b"%x\r\n%b\r\n" % (len(EVENT), EVENT) * 3 + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
@@ -222,6 +222,30 @@ def test_no_event_stands_in_a_body_that_has_no_chunks(status: int, kind: bytes):
         assert rig.context.metrics.streams_broken == 1
 
     run(go, prefill=0)
+
+
+def test_an_answer_is_counted_when_its_client_is_told_and_not_taken_back():
+    """It was counted when its head came, and taken back when nothing followed: to Prometheus a counter that falls began anew, and
+    all of it counted once more."""
+
+    async def go(rig: Rig) -> None:
+        counted = list[int]()
+
+        async def half(_: Any, writer: asyncio.StreamWriter) -> bool:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
+            await writer.drain()
+            await until(lambda: any(one.flow is not None and one.flow.started for one in rig.connections))
+            counted.append(rig.context.metrics.requests[200])
+            writer.close()
+            return True
+
+        assert (await rig.post(ask(prompt="short")))[0] == 200
+        rig.decode[0].behave = half
+        assert (await rig.post(ask(prompt="short")))[0] >= 500
+        assert counted == [1]
+        assert rig.context.metrics.requests[200] == 1
+
+    run(go, prefill=0, decode=1)
 
 
 def test_a_refusal_that_was_not_told_is_not_counted():

@@ -87,9 +87,6 @@ class Draft(Flow):
     def _count(self, status: int) -> None:
         """The climb counts what the client is told."""
 
-    def _uncount(self) -> None:
-        """Nothing was counted."""
-
     def _count_broken(self) -> None:
         """No client saw it."""
 

@@ -116,7 +116,7 @@ class Picked(Flow):
         if (status < FAILED and status not in NOT_THE_CLIENT) or status == NOT_IMPLEMENTED:
             if worker is not None:
                 worker.answers(self.sent_at, now)
-            self.head(status, NOTHING_TOLD)
+            self._begin_told(status)
             if self._streams and status == OK:
                 self._taken(worker)
             return
@@ -124,9 +124,14 @@ class Picked(Flow):
             if self._giver and status >= FAILED:
                 self._context.table.transfer_failed(self._giver, worker.uid, now)
             self._blame(worker, f"decode answered {status}")
-        self.head(status, NOTHING_TOLD)
+        self._begin_told(status)
         self.end_leg()  # the end of such an answer forgives its worker nothing
         self._outcome = "failed"
+
+    def _begin_told(self, status: int) -> None:
+        """The gateway's client has the head."""
+        self.head(status, NOTHING_TOLD)
+        self.send_head()
 
     def _says_something(self, now: float) -> None:
         """Its head said it: of the body a gateway may show us nothing."""
