@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ class Knowledge:
         self._fetched_at, self._fetches, self._again_s = float("-inf"), 0, AGAIN_S
         self._stopped = False
         self.believed = Believed(BLOCKS_MOST)
-        self.prefixes = TokenisedPrefixes(TOKENS_MOST)
+        self.prefixes = TokenisedPrefixes(TOKENS_MOST, secret=secrets.randbits(64))
 
     # -- workers ----------------------------------------------------------------------------------------------------
     def follow(self, workers: Iterable[tuple[Endpoint, int]]) -> None:
@@ -152,7 +153,7 @@ class Knowledge:
             self._say(f"no tokenizer from {endpoint.name}: {error}")
             return
         if made.usable and await self._agrees(made, endpoint):
-            self.prefixes = TokenisedPrefixes(TOKENS_MOST, splits=made.splits)
+            self.prefixes = TokenisedPrefixes(TOKENS_MOST, splits=made.splits, secret=secrets.randbits(64))
             self._tokeniser, self._digest, self._again_s = made, digest, AGAIN_S
             self._alike = {endpoint.compat: True}
         self._say(f"tokenizer from {endpoint.name}: usable={made.usable} splits={made.splits} on_loop={made.inline_chars > 0}")
@@ -231,7 +232,7 @@ class Knowledge:
             return NOT_KNOWN
         lead = () if chat else tokeniser.lead
         prefixes = self.prefixes  # of this tokenizer
-        reading = prefixes.read(text, lead)
+        reading = prefixes.read(text, lead, salt)
         texts = [reading.segments[i] for i in reading.missing]
         if reading.missing_chars <= tokeniser.inline_chars:
             encoded = self._encoding.at_once(tokeniser, texts)
@@ -288,9 +289,10 @@ class Knowledge:
         out += ["# TYPE fleet_router_tokenised_tokens gauge", f"fleet_router_tokenised_tokens {self.prefixes.tokens}"]
         return out
 
-    def let_go(self) -> None:
-        """Nobody asks any more: who waits for the tokens of a prompt goes on without them."""
+    def put_away(self) -> None:
+        """Nobody asks any more: who waits for the tokens of a prompt goes on without them, and both threads end."""
         self._encoding.let_go()
+        threading.Thread(target=self.stop, daemon=True).start()  # it waits for threads that wait for this one
 
     def stop(self) -> None:
         """End both threads; not on the loop, which one of them may be waiting for."""

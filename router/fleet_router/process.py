@@ -7,7 +7,6 @@ import os
 import secrets
 import signal
 import sys
-import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -183,8 +182,7 @@ class Router:
             context.knowledge.follow([(worker.endpoint, worker.bit) for worker in context.table.workers.values()])
         elif (knowledge := context.knowledge) is not None:
             context.knowledge = None
-            knowledge.let_go()
-            threading.Thread(target=knowledge.stop, daemon=True).start()  # it waits for threads that wait for this one
+            knowledge.put_away()
 
     def know(self, tenants: Tenants) -> None:
         """A new tenants file; names and counts are logged, nothing else of it."""

@@ -93,15 +93,20 @@ class TokenisedPrefixes:
     """Segments that were encoded; at most `capacity` tokens of them, and SEGMENT_TOKENS more for each, least recently used out
     first."""
 
-    def __init__(self, capacity: int, *, splits: bool = True) -> None:
+    def __init__(self, capacity: int, *, splits: bool = True, secret: int = 0) -> None:
+        """`secret`: 64 bits that no client knows, or one could look for a text with the name of another's, which would then be
+        counted as this one."""
         self._capacity = capacity
         self._splits = splits
+        self._secret = secret
         self._known: OrderedDict[int, _Segment] = OrderedDict()
         self.tokens = 0
 
-    def read(self, text: str, lead: Sequence[int]) -> Reading:
-        """What is known of this text; `lead`: special tokens before it."""
-        digest, seed = xxhash.xxh3_64_intdigest, xxhash.xxh3_64_intdigest(pack(lead))
+    def read(self, text: str, lead: Sequence[int], salt: str = "") -> Reading:
+        """What is known of this text; `lead`: special tokens before it; `salt`: of the tenant whose it is. Tenants with another
+        one do not see by the time that it takes whether somebody has sent it."""
+        digest = xxhash.xxh3_64_intdigest
+        seed = digest(pack(lead) + salt.encode("utf-8", "surrogatepass"), self._secret)
         segments = cut(text) if self._splits else [text]
         names = [seed := digest(segment.encode("utf-8", "surrogatepass"), seed) for segment in segments]
         missing = [i for i, name in enumerate(names) if name not in self._known]

@@ -130,3 +130,19 @@ def test_short_texts_are_bounded_by_what_remembering_them_takes():
         assert known.knows(reading)
     assert 90 <= len(known._known) <= 100
     assert known.tokens == 3 * len(known._known)
+
+
+def test_what_one_tenant_has_sent_is_new_of_another_and_names_are_not_to_be_guessed():
+    """Whoever knows how a segment is named looks for another text with that name, and the first one is counted as his; and the
+    time until an answer told a tenant what others had sent."""
+    text = prose(2000)
+    names = set[int]()
+    for known in (TokenisedPrefixes(100_000, secret=1), TokenisedPrefixes(100_000, secret=2)):
+        for salt in ("", "a", "b"):
+            reading = known.read(text, (7,), salt)
+            assert len(reading.missing) == len(reading.segments)
+            known.learn(reading, [encode(segment) for segment in reading.segments], (7,))
+            assert known.read(text, (7,), salt).missing == []
+            assert known.keys(reading, ROOT, 4) == expected(text)
+            assert names.isdisjoint(reading.names)
+            names.update(reading.names)
