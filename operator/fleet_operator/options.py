@@ -11,7 +11,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 
-from fleet_api.v1alpha1.base import DNS_LABEL, LABEL_KEY
+from fleet_api.v1alpha1.base import DNS_LABEL, DNS_SUBDOMAIN, LABEL_KEY
 from fleet_operator.leader.lease import Terms
 from fleet_operator.settings import Platform
 from fleet_operator.territory import Selection, parse_labels
@@ -21,6 +21,7 @@ DEFAULT_NAMESPACE = "inferencefleet-system"
 DEFAULT_LEASE = "inferencefleet-operator"
 LABEL = re.compile(LABEL_KEY)
 NAMESPACE = re.compile(rf"(?=.{{1,63}}\Z){DNS_LABEL}")
+OBJECT = re.compile(rf"(?=.{{1,253}}\Z){DNS_SUBDOMAIN}")
 HOST = re.compile(r"(?=.{1,253}\Z)(\*\.)?[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?(\.[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?)*")
 
 
@@ -93,6 +94,12 @@ def _namespace(text: str) -> str:
     return text
 
 
+def _object(text: str) -> str:
+    if not OBJECT.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: no object can have this name")
+    return text
+
+
 def own_namespace() -> str | None:
     """The namespace of the pod that this process runs in; None outside of one."""
     try:
@@ -134,6 +141,7 @@ def _platform(given: argparse.Namespace) -> Platform:
     return Platform(
         worker_image=given.worker_image or defaults.worker_image,
         router_image=given.router_image or defaults.router_image,
+        router_pull_secrets=tuple(dict.fromkeys(given.router_pull_secret)),
         renew_routers=given.renew_routers,
         makes_keys=not given.no_peer_keys,
         operator_namespace=own_namespace(),
@@ -149,6 +157,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--kubeconfig", type=Path, help="credentials; default: the pod's service account")
     add("--worker-image", help="image of workers whose spec names none")
     add("--router-image", help="image of routers that are made from now on")
+    add("--router-pull-secret", action="append", default=[], type=_object, metavar="NAME",
+        help="Secret with credentials for that image, in each namespace with fleets; repeatable")  # fmt: skip
     add("--renew-routers", action="store_true", help="make those that are there anew, too, one by one, as this version does")
     add("--no-peer-keys", action="store_true", help="make no Secrets: fleets name theirs in spec.peerKey, or go without")
     add("--drain-timeout", type=float, help="most seconds that any worker may take to drain; default: an hour")

@@ -20,6 +20,8 @@ class Platform:
     router_port: int = 8080
     worker_image: str = "inferencefleet/worker:0.1.0"
     router_image: str = "inferencefleet/router:0.1.0"
+    router_pull_secrets: tuple[str, ...] = ()
+    """Names of Secrets with registry credentials, of which a namespace with fleets has one at least."""
     renew_routers: bool = False
     """Routers follow this version and that image at once, one by one; else each fleet's stay as they were made."""
     makes_keys: bool = True

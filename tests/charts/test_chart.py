@@ -138,6 +138,7 @@ EFFECTS: dict[str, Any] = {
     "routerImage.digest": DIGEST,
     "renewRouters": True,
     "imagePullSecrets": [{"name": "s"}],
+    "routerPullSecrets": [{"name": "r"}],
     "drainTimeoutSeconds": 31,
     "sickTaints": ["example.com/broken"],
     "sickConditions": ["FabricReady=False"],
@@ -398,6 +399,7 @@ def test_the_operator_takes_every_flag():
     assert options.installation == "inferencefleet-system/fleets-operator"
     platform = options.platform
     assert (platform.worker_image, platform.drain_most_s) == ("registry.example/worker:v2", 600)
+    assert platform.router_pull_secrets == ("registry", "mirror.example")
     assert platform.sick_taints[-1:] == ("example.com/broken",)
     assert platform.sick_conditions[-2:] == ("GpuOnFire", "FabricReady=False")
 

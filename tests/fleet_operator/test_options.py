@@ -39,7 +39,8 @@ def test_all_of_it():
         ["--namespace", "a", "--namespace", "b", "--namespace", "a", "--leader-elect", "--lease-duration", "30",
          "--renew-deadline", "20", "--retry-period", "3", "--health-port", "0", "--log-format", "json",
          "--operator-namespace", "sys",
-         "--webhook-port", "9443", "--webhook-name", "10.0.0.1", "--sick-taint", "x", "--drain-timeout", "5"]
+         "--webhook-port", "9443", "--webhook-name", "10.0.0.1", "--sick-taint", "x", "--drain-timeout", "5",
+         "--router-pull-secret", "a.b", "--router-pull-secret", "c", "--router-pull-secret", "a.b"]
     )  # fmt: skip
     assert given.selection.names == ("a", "b")
     assert given.election is not None
@@ -48,6 +49,7 @@ def test_all_of_it():
     assert given.webhook.names == {"inferencefleet-webhook.sys.svc", "inferencefleet-webhook.sys.svc.cluster.local", "10.0.0.1"}
     assert given.platform.sick_taints[-1] == "x"
     assert given.platform.drain_most_s == 5
+    assert given.platform.router_pull_secrets == ("a.b", "c")
     assert parse_options(["--namespace-selector", "team=a"]).selection.labels == {"team": "a"}
 
 
@@ -79,6 +81,7 @@ def test_a_certificate_has_the_names_that_it_was_asked_for(name: str):
         (["--namespace", "a", "--namespace", "b,c"], "argument --namespace: 'b,c': no namespace"),
         (["--namespace", "Team"], "no namespace can have this name"),
         (["--namespace", "a" * 64], "no namespace can have this name"),
+        (["--router-pull-secret", "A"], "argument --router-pull-secret: 'A': no object can have this name"),
         (["--operator-namespace", "a/b"], "argument --operator-namespace: 'a/b': no namespace"),
         (["--namespace-selector", "b"], "key=value"),
         (["--leader-elect", "--renew-deadline", "15"], "at most 0.9"),

@@ -181,3 +181,13 @@ def test_b14_routers_may_drain_as_long_as_an_answer_takes(spec: dict[str, Any], 
     assert env["FLEET_DRAIN_TIMEOUT_S"] == str(drain_s)
     leaving_s = pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert pod["terminationGracePeriodSeconds"] == leaving_s + drain_s + 5
+
+
+@pytest.mark.parametrize("names", [(), ("registry",), ("registry", "mirror")])
+def test_routers_have_the_installations_pull_secrets(names: tuple[str, ...]):
+    """Their image comes from where the operator's does, and no field of a fleet could name credentials for it."""
+    template = render_router(fleet(), OWNER, Platform(router_pull_secrets=names))[-1]["spec"]["template"]
+    assert [one["name"] for one in template["spec"].get("imagePullSecrets", [])] == list(names)
+    if not names:
+        assert template == render_router(fleet(), OWNER, Platform())[-1]["spec"]["template"], "an upgrade restarts no router"
+        assert "imagePullSecrets" not in template["spec"]

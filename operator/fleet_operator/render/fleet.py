@@ -360,6 +360,8 @@ def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
     else:  # in a cluster nothing reads the files, and a router must start though its ConfigMap was just deleted
         container["volumeMounts"] = [{"name": "documents", "mountPath": ROUTER_MOUNT, "readOnly": True}]
         spec["volumes"] = [{"name": "documents", "configMap": {"name": name}}]
+    if platform.router_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in platform.router_pull_secrets]
     if fleet.spec.routing.endpoint_picker is not None:
         mode = fleet.spec.routing.endpoint_picker.failure_mode
         container["command"] += ["--ext-proc-port", str(PICKER_PORT), "--failure-mode", mode]
