@@ -27,6 +27,7 @@ SEVERE: Final = frozenset(
     {
         "AgentsSuspected",
         "BackedOut",
+        "BeyondBudget",
         DELETION_LATE,
         "FabricSuspected",
         "HealingBudgetSpent",

@@ -7,7 +7,7 @@ Money is counted exactly, as the decimal numbers that users write: a sum of a th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -86,6 +86,20 @@ def purse_of(fleet: InferenceFleet) -> Purse:
     if budget is None:
         return Purse(workers=most)
     return Purse(budget.gpus, None if budget.per_hour is None else exact(budget.per_hour), most)
+
+
+def beyond(purse: Purse, sizes: Iterable[tuple[TierSpec, int]]) -> str:
+    """How far the devices that tiers have at least are beyond it, in words; empty when it pays for them."""
+    left, words = purse, list[str]()
+    for tier, devices in sizes:
+        left = left.less(devices, price_of(tier))
+    if left.gpus is not None and left.gpus < 0:
+        words.append(f"{-left.gpus} devices more than scaling.budget.gpus, which is {purse.gpus}")
+    if left.per_hour is not None and left.per_hour < 0:
+        most = FREE if purse.per_hour is None else purse.per_hour
+        words.append(f"{said(-left.per_hour)} an hour more than scaling.budget.perHour, which is {said(most)}")
+    told = " and ".join(words)
+    return f"the least that the tiers may have is made, and takes {told}: lower minReplicas or ratios, or raise it" if told else ""
 
 
 def exact(number: float) -> Money:

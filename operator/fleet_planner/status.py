@@ -20,12 +20,13 @@ from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.fabric import disaggregating, transport_verified
 from fleet_planner.gang import workers_of
 from fleet_planner.healing import UNHURT, Healing
-from fleet_planner.money import cost_left, cost_now, exact, may_hold
+from fleet_planner.money import beyond, cost_left, cost_now, exact, may_hold, purse_of
 from fleet_planner.peerkey import peer_key, pending
-from fleet_planner.ratio import bounds_of, project, within
+from fleet_planner.ratio import Pair, bounds_of, project, within
 from fleet_planner.replicas import Replica
 from fleet_planner.revisions import TierPlan
 from fleet_planner.roles import ROLES, Role
+from fleet_planner.rollout import devices
 from fleet_planner.scale import ScaleDecision, unusable
 from fleet_planner.scale_targets import dispute_words
 from fleet_planner.types import Observed, ObservedPod, Verdict
@@ -67,7 +68,7 @@ def plan_status(
         "TransportVerified": transport_verified([(v.tier, observed.telemetry.get(v.tier.name)) for v in views]),
         "WithinRatio": _within_ratio(views, tiers),
         "TelemetryFresh": _telemetry(fleet, observed, now),
-        "CapacityLimited": _capacity(views, observed),
+        "CapacityLimited": _capacity(fleet, views, observed),
         "RollingOut": _rolling(fleet, views, observed, now),
     }
     if not observed.telemetry_read:
@@ -319,7 +320,7 @@ def _telemetry(fleet: InferenceFleet, observed: Observed, now: float) -> Verdict
     return "True", "Fresh", "load and latency are known"
 
 
-def _capacity(views: Sequence[TierView], observed: Observed) -> Verdict:
+def _capacity(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed) -> Verdict:
     causes = [(view.tier.name, words) for view in views for words in (view.decision.limited, view.plan.limited) if words]
     limited = [f"tier {tier}: {words}" for tier, words in causes]
     if limited:
@@ -334,7 +335,16 @@ def _capacity(views: Sequence[TierView], observed: Observed) -> Verdict:
     queued = [words for view in views if (words := _queued(view, observed))]
     if queued:
         return "True", "Queued", "; ".join(queued)
+    taken = [(view.tier, devices((view.decision.prefill, view.decision.decode), _gpus(view, observed))) for view in views]
+    if over := beyond(purse_of(fleet), taken):
+        return "False", "BeyondBudget", over
     return "False", "Sufficient", "every pod found a node"
+
+
+def _gpus(view: TierView, observed: Observed) -> Pair:
+    """Devices of a prefill and of a decode worker."""
+    template = observed.templates.get(view.tier.name)
+    return (1, 1) if template is None else template.gpus
 
 
 def _missing(views: Sequence[TierView], stuck: Sequence[ObservedPod]) -> str:

@@ -340,3 +340,23 @@ def test_a_guessed_price_of_a_tier_that_left_the_spec_takes_nobody_away_who_is_t
 
 
 TEMPLATE = Template(REVISION, "c", gpus=(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("budget", "reason", "words"),
+    [
+        ({"perHour": 10, "gpus": 4}, "Sufficient", ""),
+        ({"perHour": 9.5}, "BeyondBudget", "takes 0.5 an hour more than scaling.budget.perHour, which is 9.5: "),
+        ({"gpus": 3}, "BeyondBudget", "takes 1 devices more than scaling.budget.gpus, which is 3: "),
+        ({"perHour": 1, "gpus": 0}, "BeyondBudget", "takes 4 devices more than scaling.budget.gpus, which is 0 and 9 an hour more"),
+    ],
+)
+def test_minima_beyond_the_budget_are_made_and_told(budget: dict[str, Any], reason: str, words: str):
+    """It said that everything was sufficient, and nobody was told that the fleet cost more than it may."""
+    wish = fleet(priced("a", 4.0, 1, 1), priced("b", 1.0, 1, 1), budget=budget, mode="manual")
+    plan = reconcile(wish, seen("a", "b"), NOW)
+    assert sizes(plan) == {"a": (1, 1), "b": (1, 1)}
+    found = plan.status.condition("CapacityLimited")
+    assert found is not None
+    assert (found.status, found.reason) == ("False", reason)
+    assert words in found.message

@@ -30,6 +30,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "ApplyFailed": ("Provisioned", "False", "", ""),  # by its problems
     "AtZero": ("Available", "True", "", ""),
     "BackedOut": ("CapacityLimited", "True", "Warning", "Warning"),
+    "BeyondBudget": ("CapacityLimited", "False", "Warning", "Warning"),
     "Cached": ("ModelCached", "True", "", ""),
     "Complete": ("RollingOut", "False", "", ""),
     "Creating": ("Provisioned", "False", "", ""),
