@@ -99,7 +99,9 @@ def beyond(purse: Purse, sizes: Iterable[tuple[TierSpec, int]]) -> str:
         most = FREE if purse.per_hour is None else purse.per_hour
         words.append(f"{said(-left.per_hour)} an hour more than scaling.budget.perHour, which is {said(most)}")
     told = " and ".join(words)
-    return f"the least that the tiers may have is made, and takes {told}: lower minReplicas or ratios, or raise it" if told else ""
+    return (
+        f"the least that the tiers may have is made, and takes {told}: lower minReplicas or ratios, or raise it" if told else ""
+    )
 
 
 def exact(number: float) -> Money:

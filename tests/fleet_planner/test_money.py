@@ -348,7 +348,11 @@ TEMPLATE = Template(REVISION, "c", gpus=(1, 1))
         ({"perHour": 10, "gpus": 4}, "Sufficient", ""),
         ({"perHour": 9.5}, "BeyondBudget", "takes 0.5 an hour more than scaling.budget.perHour, which is 9.5: "),
         ({"gpus": 3}, "BeyondBudget", "takes 1 devices more than scaling.budget.gpus, which is 3: "),
-        ({"perHour": 1, "gpus": 0}, "BeyondBudget", "takes 4 devices more than scaling.budget.gpus, which is 0 and 9 an hour more"),
+        (
+            {"perHour": 1, "gpus": 0},
+            "BeyondBudget",
+            "takes 4 devices more than scaling.budget.gpus, which is 0 and 9 an hour more",
+        ),
     ],
 )
 def test_minima_beyond_the_budget_are_made_and_told(budget: dict[str, Any], reason: str, words: str):
