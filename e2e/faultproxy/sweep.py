@@ -61,11 +61,15 @@ def state_of(lab: Lab, scenario: Scenario, number: int) -> dict[str, Any]:
         if kind == "WorkerPool":  # behind the counts stands a digest, of names that differ from run to run
             notes = found["metadata"]["annotations"]
             notes[WRITTEN] = notes[WRITTEN].rpartition(" ")[0]
+    earlier: dict[str, int] = {}
     for key in [key for key in objects if key[0] == "ControllerRevision"]:
-        objects[key].pop("revision")  # counts up
+        number_there = objects[key].pop("revision")  # counts up
         revisions[objects[key]["data"]["compat"]] = "COMPAT"
-        if objects[key]["metadata"]["labels"]["inferencefleet.io/revision"] not in revisions:
+        if (name := objects[key]["metadata"]["labels"]["inferencefleet.io/revision"]) not in revisions:
             del objects[key]  # the history of earlier rollouts
+            earlier[name] = number_there
+    if earlier:  # what `fleet rollout undo` goes to
+        revisions[max(earlier, key=lambda name: earlier[name])] = "BEFORE"
     return comparable(objects, {lab.namespace: "NAMESPACE", **revisions, **scenario.swaps(number)})
 
 
