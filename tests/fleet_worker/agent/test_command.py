@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from fleet_api.arguments import DECIDED, LETTERS, shortened
-from fleet_worker.agent.command import UCX_TELLS, VLLM_DECIDED, VLLM_LETTERS, Place, check_names, engine_command
+from fleet_worker.agent.command import UCX_TELLS, VLLM_DECIDED, VLLM_LETTERS, Place, check_names, engine_command, sees_gpu
 from fleet_worker.agent.engine_client import parse_load
 from fleet_worker.agent.errors import ConfigError
 from fleet_worker.agent.identity import read_identity
@@ -49,6 +50,22 @@ def test_vllm_gets_its_kv_role_lease_and_addresses(role: str, has_gpu: bool):
     assert command.env.get("VLLM_CPU_KVCACHE_SPACE") == (None if has_gpu else "1")
     assert command.defaults == UCX_TELLS | ({} if has_gpu else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     assert command.argv[-2:] == ("--dtype", "float32")
+
+
+@pytest.mark.parametrize(
+    ("devices", "seen"),
+    [
+        pytest.param(["nvidiactl", "nvidia0", "nvidia-uvm"], True, id="nvidia"),
+        pytest.param(["kfd", "dri"], True, id="amd"),
+        pytest.param(["dri", "null"], False, id="a-screen"),
+        pytest.param(["null"], False, id="none"),
+    ],
+)
+def test_a_gpu_is_seen_by_its_drivers_device(tmp_path: Path, devices: list[str], seen: bool):
+    """On AMD's (amd.com/gpu) vLLM was started as without one: eager, its KV in the host's memory, and no adapters."""
+    for name in devices:
+        (tmp_path / name).touch()
+    assert sees_gpu(tmp_path) is seen
 
 
 def test_vllm_knows_the_fleets_limit_of_output_tokens():

@@ -12,6 +12,8 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
 
 from fleet_worker.agent.errors import ConfigError
 from fleet_worker.config import CONFIG_ENV, ENGINE_TOKEN_ENV, POD_IP_ENV, AdapterSettings, WorkerConfig, encode
@@ -41,6 +43,9 @@ VLLM_LETTERS = {
     "-ep": "--enable-expert-parallel", "-q": "--quantization", "-n": "--nnodes", "-r": "--node-rank",
 }  # fmt: skip
 """Other names of some of these."""
+DEVICES: Final = Path("/dev")
+DRIVERS: Final = ("nvidiactl", "kfd")
+"""Device of each driver that vLLM computes with, NVIDIA's and AMD's, in a container that has one of their GPUs."""
 VLLM_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -70,6 +75,11 @@ class Place:
     """Place in a worker over several nodes."""
     master: str = ""
     """Where the engines of its nodes meet: the leader's address."""
+
+
+def sees_gpu(devices: Path = DEVICES) -> bool:
+    """This container was given a GPU."""
+    return any((devices / name).exists() for name in DRIVERS)
 
 
 def engine_command(config: WorkerConfig, place: Place) -> EngineCommand:
