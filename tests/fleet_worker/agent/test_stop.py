@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +201,28 @@ def test_a_worker_that_prepares_ends_when_it_is_told(tmp_path: Path, change: dic
         finally:
             worker.kill()
             worker.wait()
+
+
+def test_what_a_fetch_tells_is_noted_between_two_steps_of_the_agents(monkeypatch: pytest.MonkeyPatch):
+    """The fetch's thread put a life back that it had read before a drain began: the worker became ready after its preStop hook
+    had been told that it was drained, and its SIGTERM then waited for no stream."""
+    threads, noted = [], rules.noted
+
+    def fetched(_: str, progress: Callable[[str], None]) -> Path:
+        progress("fetching")
+        return Path("/m")
+
+    def watched(life: Life, detail: str) -> Life:
+        threads.append(threading.current_thread())
+        return noted(life, detail)
+
+    async def scenario(agent: Agent, _: FakeEngine, __: httpx.AsyncClient) -> None:
+        assert await agent._prepared() == Path("/m")
+        assert (threads, agent.state()["detail"]) == ([threading.current_thread()], "fetching")
+
+    monkeypatch.setattr(agent_module, "prepare_model", fetched)
+    monkeypatch.setattr(rules, "noted", watched)
+    play(scenario, monkeypatch)
 
 
 def test_work_that_is_left_alone_gives_what_it_found():

@@ -347,7 +347,14 @@ class Agent:
 
     async def _prepared(self) -> Path | None:
         """The folder with the model's files; None as soon as the worker is told to stop."""
-        return await self._unless_stopped(alone(prepare_model, self._config.model, self._note))
+        here = asyncio.get_running_loop()
+
+        def note(text: str) -> None:
+            """From the thread that fetches: what it read of our life may not be put back over what came meanwhile."""
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                here.call_soon_threadsafe(self._note, text)
+
+        return await self._unless_stopped(alone(prepare_model, self._config.model, note))
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result, or None as soon as the worker is told to stop."""
