@@ -85,6 +85,31 @@ def test_the_keeper_of_adapters_begins_again(monkeypatch: pytest.MonkeyPatch, ca
     assert capsys.readouterr().err == "AgentFault: keeping adapters: RuntimeError: odd\n"
 
 
+def test_a_look_that_fails_in_an_unknown_way_ends_no_drain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """The drain's task ended by it, and SIGTERM cut every stream at once; the hook's caller got a 500."""
+
+    async def scenario(agent: Agent, engine: FakeEngine, http: httpx.AsyncClient) -> None:
+        engine.held, looks = Load(0, 0, 0), 0
+
+        async def load() -> Load:
+            nonlocal looks
+            looks += 1
+            if looks % 2:
+                raise ZeroDivisionError("a")
+            return Load(1, 0, 0) if looks < 10 else Load(0, 0, 0)
+
+        engine.load = load  # type: ignore[method-assign]
+        hook = asyncio.create_task(http.get("/drain"))
+        await until(lambda: looks > 3)
+        agent.ask_to_stop()
+        await until(agent._stop.is_set)
+        assert looks >= 10, "a stream was cut"
+        assert (await hook).json()["drained"] is True
+
+    play(scenario, monkeypatch)
+    assert capsys.readouterr().err == "AgentFault: looking for what is left: ZeroDivisionError: a\n"
+
+
 @pytest.mark.parametrize("value", ["e", "1e999", "--"])
 def test_a_gauge_that_is_no_number_says_nothing(value: str):
     assert parse_load(f"vllm:num_requests_running {value}\nvllm:num_requests_waiting 1\n") == Load(None, 1, None)

@@ -172,7 +172,7 @@ class Agent:
         it holds comes to no end, and a worker that the kubelet restarts for that must not wait for it."""
         config, phase = self._config, self._life.phase
         while (waited_s := time.monotonic() - begun) < config.drain_timeout_s and self._life.phase == phase and self.live():
-            await self._observe()
+            await self._look()
             done = rules.drain_done(
                 self._load,
                 waited_s=waited_s,
@@ -185,6 +185,14 @@ class Agent:
                 return True
             await asyncio.sleep(DRAIN_POLL_S)
         return False
+
+    async def _look(self) -> None:
+        """What is left; what cannot be seen, whatever the reason, is not taken for nothing, and ends no drain."""
+        try:
+            await self._observe()
+        except Exception as error:
+            self._load = Load(None, None, None)
+            self._told_fault("looking for what is left", error)
 
     def take_role(self, asked: Role) -> tuple[int, dict[str, object]]:
         """Answers POST /role with a status and what is said; the change itself goes on beside it."""
