@@ -27,6 +27,10 @@ GOOD = {
     "texts": "{{ '%s is %5d' % ('a', 7) }}{{ '%.2f' | format(1.5) }}{{ '{:>8}|{}'.format('x', 1) }}{{ 'ab'.center(9) }}"
     "{{ messages | map(attribute='role') | unique | list | join(', ') }}{{ messages[0].content.strip().split(' ')[-1] | upper }}"
     "{{ '** * %' ~ '{:}' }}{{ range(5) | list }}{{ '-' * 40 }}{{ 'abc' | indent(2) | replace('b', 'bb') | length }}",
+    "grown": "{{ 'a\\tb'.expandtabs(4) ~ 'a\\nb' | indent(4) }}{{ 'abc'.translate({97: 'x'}) }}{{ ', '.join(['a', 'b']) }}"
+    "{{ {'a': [1, 'x']} | tojson(indent=2) | length }}{{ 'a b c' | wordwrap(3, wrapstring='|') }}{{ ['b', 'a'] | sort | join }}"
+    "{{ 'b,a'.split(',') | map('upper') | join('-') }}{{ [1, none, 'x'] }}{{ {'a': 1}.items() | list }}"
+    "{{ [[1], [2]] | sum(start=[]) }}",
     "block": "{% set said %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}{{ said | length }}{{ said }}",
 }  # fmt: skip
 
@@ -60,6 +64,7 @@ ENDLESS = {
     "copies": "{% set x = 'x' * 900000 %}" + nested("{% set y = x ~ 'y' %}"),
     "written-aside": "{% set x = 'x' * 900000 %}{% set y %}" + nested("{{ x }}", 1) + "{% endset %}",
 }
+LONG = "{% set a = 'a' * 400000 %}{% set b = 'b' * 400000 %}{% set many = ['a'] * 400000 %}"
 GIANT = {
     "times": "{{ 'x' * 1000000000000 }}",
     "times-left": "{{ 1000000000000 * 'x' }}",
@@ -77,6 +82,29 @@ GIANT = {
     "format-method-argument": "{{ '{:{}}'.format(1, 1000000000000) }}",
     "written": nested("{{ 'x' * 10000 }}", 1),
     "slices": "{{ 'x' | batch(1000000000000, 'y') | list }}",
+    # of two that are no giants
+    "replace": LONG + "{{ a.replace('a', b) | length }}",
+    "replace-nothing": LONG + "{{ a.replace('', b) | length }}",
+    "replace-filter": LONG + "{{ a | replace('a', b) | length }}",
+    "replace-filter-named": LONG + "{{ a | replace(new=b, old='a') | length }}",
+    "join": LONG + "{{ b.join(many) | length }}",
+    "join-filter": LONG + "{{ many | join(b) | length }}",
+    "join-mapped": LONG + "{{ ([{'b': b}] * 400000) | map(attribute='b') | join | length }}",
+    "percent-many": LONG + "{{ ('%(b)s' * 90000 % {'b': b}) | length }}",
+    "format-many": LONG + "{{ ('{0}' * 90000).format(b) | length }}",
+    "format-filter-many": LONG + "{{ '%s' * 90000 | format(*([b] * 90000)) | length }}",
+    "indent": LONG + "{{ ('\\n' * 400000) | indent(900000) | length }}",
+    "tabs": LONG + "{{ ('\\t' * 400000).expandtabs(900000) | length }}",
+    "translate": LONG + "{{ a.translate({97: b}) | length }}",
+    "wrapped": LONG + "{{ ('a ' * 200000) | wordwrap(1, wrapstring=b) | length }}",
+    "json": LONG + "{{ ([b] * 400000) | tojson | length }}",
+    "json-width": "{{ ([1] * 400000) | tojson(indent=900000) | length }}",
+    "list-as-text": LONG + "{{ ([b] * 400000) | string | length }}",
+    "list-joined": LONG + "{{ (([b] * 400000) ~ '') | length }}",
+    "list-written": LONG + "{{ [b] * 400000 }}",
+    "dict-written": LONG + "{{ {'b': [b] * 400000}.items() }}",
+    "namespace-written": LONG + "{{ namespace(b=[b] * 400000) }}",
+    "sorted": LONG + "{{ ([b] * 400000) | sort | length }}",
 }
 
 
@@ -89,6 +117,12 @@ def test_a_template_without_end_is_ended(source: str):
             made.render(10, messages=MESSAGES)
     with pytest.raises(jinja2.UndefinedError):
         ChatTemplate("{{ messages[3].no.where }}").render(10, messages=MESSAGES)  # and the thread is fit for the next one
+
+
+def test_what_only_fills_pages_is_not_there():
+    """lipsum(n=100000000) came to no end: nobody counts what it writes."""
+    with pytest.raises(jinja2.UndefinedError, match="lipsum"):
+        ChatTemplate("{{ lipsum(n=2) }}").render(10)
 
 
 def test_a_template_of_the_largest_size_compiles_or_is_refused_by_name():

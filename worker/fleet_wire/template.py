@@ -14,7 +14,7 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.filters import FILTERS
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MAX_TEMPLATE_BYTES: Final = 1024 * 1024
@@ -37,6 +38,15 @@ MAX_BITS: Final = 4_096
 """Of a number that is made."""
 WIDTH: Final = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{6})|\{[^{}]*:[^{}]*\d{6}")
 """In a format: a width of 100,000 characters and more, or one that comes from elsewhere."""
+LIGHT: Final = frozenset({
+    "abs", "attr", "batch", "count", "d", "default", "filesizeformat", "first", "float", "int", "items", "last", "length", "list",
+    "map", "random", "reject", "rejectattr", "reverse", "round", "select", "selectattr", "slice",
+})  # fmt: skip
+"""Filters that read none of the texts in what they are given."""
+BY_WIDTH: Final = frozenset({"expandtabs", "indent", "tojson"})
+"""What puts spaces, as many as it is told, in more than one place."""
+GROWS: Final = BY_WIDTH | {"format", "format_map", "join", "replace", "translate", "urlize", "wordwrap"}
+"""What puts a text, or spaces, into another one; the other filters and methods make of one text another that is about as long."""
 _now: Final = threading.local()
 
 
@@ -68,10 +78,14 @@ class _Budget:
         if self.steps < 0:
             raise TooMuchError("it comes to no end")
 
-    def makes(self, size: int) -> None:
-        """A text or list of this size."""
+    def allows(self, size: int) -> None:
+        """Before so much is made: afterwards is too late."""
         if size > self.most:
             raise TooMuchError(f"it makes a text of more than {self.most} characters")
+
+    def makes(self, size: int) -> None:
+        """A text or list of this size."""
+        self.allows(size)
         self.charge(1 + size // CHARACTERS_PER_STEP)
 
 
@@ -83,6 +97,61 @@ def _budget() -> _Budget:
 
 def _size(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes | list | tuple) else 0
+
+
+def _weight(*values: Any) -> int:
+    """Characters of them as text, about, and not far beyond the bound: a list may hold one long text a million times."""
+    return _weighed(values)[0]
+
+
+def _weighed(values: Iterable[Any]) -> tuple[int, int]:
+    """(characters, texts and numbers and what holds them)."""
+    budget, left, size, looks = _budget(), list[Any](values), 0, 0
+    while left and size <= budget.most:
+        one, looks = left.pop(), looks + 1
+        if isinstance(one, str | bytes):
+            size += len(one)
+        elif one is None or isinstance(one, int):
+            size += 1 + (one or 0).bit_length() // 3
+        elif isinstance(one, Collection | Namespace):
+            held = one._Namespace__attrs if isinstance(one, Namespace) else one  # what its repr shows
+            left += held
+            left += held.values() if isinstance(held, Mapping) else ()
+            size += len(held)
+        else:
+            size += 1
+    budget.charge(looks // 8)
+    return size, looks
+
+
+def _check_growth(name: str, text: Any, more: tuple[Any, ...]) -> None:
+    """Of what reads all that it is given, and may put a text, or so many spaces, into `text` in several places."""
+    budget = _budget()
+    budget.allows(_weight(text, *more))
+    if not more:
+        return
+    widths = [abs(one) for one in more if isinstance(one, int)] if name in BY_WIDTH else []
+    if places := _places(name, text, more):
+        budget.allows(places * max((*widths, *(_weight(one) for one in more if not isinstance(one, int))), default=0))
+
+
+def _places(name: str, text: Any, more: tuple[Any, ...]) -> int:
+    if name == "tojson":
+        return _weighed((text,))[1]
+    if name == "join":
+        return len(text) if isinstance(text, Collection) else 0
+    if name in ("format", "format_map"):
+        return str(text).count("%") + str(text).count("{")
+    if name == "replace":
+        return max((str(text).count(str(one)) for one in more), default=0)
+    if name in BY_WIDTH:
+        return str(text).count("\n") + str(text).count("\t") + 1
+    return len(str(text)) if name in ("translate", "urlize", "wordwrap") else 0
+
+
+def _listed(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Those with an end that is not known yet have one then."""
+    return tuple(list(one) if isinstance(one, Iterator) else one for one in values)
 
 
 def _turns(values: Any) -> Iterator[Any]:
@@ -98,12 +167,16 @@ def _turn() -> int:
 
 
 def _joined(*values: Any) -> str:
+    if others := [value for value in values if not isinstance(value, str)]:
+        _budget().allows(_weight(*others))
     texts = [str(value) for value in values]
     _budget().makes(sum(map(len, texts)))
     return "".join(texts)
 
 
 def _written(value: Any) -> Any:
+    if not isinstance(value, str):
+        _budget().allows(_weight(value))
     _budget().makes(_size(value))
     return value
 
@@ -118,14 +191,18 @@ def _check_format(text: Any) -> None:
         raise TooMuchError("it formats with a width that is too large, or not said")
 
 
-def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter."""
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter. Some are given jinja's own state before the value."""
+    first = int(hasattr(function, "jinja_pass_arg"))
 
     @functools.wraps(function)
     def bounded(*given: Any, **named: Any) -> Any:
         _check_numbers(given[1:], named)
         if function is FILTERS["format"]:
             _check_format(given[0])
+        if name in GROWS or not (name in LIGHT or isinstance(given[first], str)):
+            given = (*given[:first], *_listed(given[first:]))
+            _check_growth(name, given[first], (*given[first + 1 :], *named.values()))
         made = function(*given, **named)
         _budget().makes(_size(made))
         return made
@@ -162,8 +239,9 @@ class _Environment(ImmutableSandboxedEnvironment):
             budget.makes(max(_size(left) * _count(right), _size(right) * _count(left)))
         elif operator == "+":
             budget.makes(_size(left) + _size(right))
-        elif operator == "%":
+        elif operator == "%" and isinstance(left, str):
             _check_format(left)
+            _check_growth("format", left, (right,))
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *given: Any, **named: Any) -> Any:
@@ -175,6 +253,10 @@ class _Environment(ImmutableSandboxedEnvironment):
             _check_numbers(given, named)
             if method.__name__ in ("format", "format_map"):
                 _check_format(owner)
+            if method.__name__ in GROWS:
+                given = _listed(given)
+                text, more = (owner, given) if method.__name__ != "join" else (given[0] if given else "", (owner,))
+                _check_growth(method.__name__, text, (*more, *named.values()))
         made = super().call(__context, __obj, *given, **named)
         budget.makes(_size(made))
         return made
@@ -197,9 +279,10 @@ class ChatTemplate:
         environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, autoescape=False, extensions=["jinja2.ext.loopcontrols"], finalize=_written
         )  # fmt: skip
+        del environment.globals["lipsum"]  # it writes without end
         environment.globals |= {"raise_exception": _raise, **known}
-        environment.filters |= {name: _bounded(known) for name, known in environment.filters.items()}
-        environment.filters |= {"tojson": _bounded(_tojson), "turns_": _turns, "joined_": _joined}
+        environment.filters |= {name: _bounded(name, known) for name, known in environment.filters.items()}
+        environment.filters |= {"tojson": _bounded("tojson", _tojson), "turns_": _turns, "joined_": _joined}
         try:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, ValueError, RecursionError) as error:  # of a number of 5,000 digits jinja says ValueError
