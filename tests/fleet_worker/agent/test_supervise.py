@@ -10,13 +10,14 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from fleet_worker.agent import guard
+from fleet_worker.agent import guard, supervise
 from fleet_worker.agent.agent import Agent
 from fleet_worker.agent.command import EngineCommand
 from fleet_worker.agent.identity import Identity
@@ -278,6 +279,29 @@ async def stopped_as_it_died() -> int:
 def test_an_engine_that_ends_as_it_is_stopped_is_noticed():
     """Popen collects a dead child before it sends a signal: nobody else ever sees it then."""
     assert asyncio.run(stopped_as_it_died()) == 7
+
+
+async def words_of_one_that_was_heard_late(within_s: float) -> str:
+    engine = EngineProcess(EngineCommand((sys.executable, "-c", "raise SystemExit('BadModel: no config.json')")))
+    watch_children(asyncio.get_running_loop(), engine.reap)
+    may_hear = threading.Event()
+    heard, engine.log._heard = engine.log._heard, lambda line: may_hear.wait() and heard(line)
+    engine.start()
+    await asyncio.wait_for(asyncio.shield(engine.exited), 20)
+    later = threading.Timer(within_s, may_hear.set)
+    later.start()
+    said = engine.last_words()
+    later.cancel()
+    may_hear.set()
+    await engine.stop(1.0)
+    return said
+
+
+@pytest.mark.parametrize(("within_s", "said"), [(0.05, "BadModel: no config.json"), (30.0, "")], ids=["soon", "never"])
+def test_the_cause_of_a_death_is_waited_for(monkeypatch: pytest.MonkeyPatch, within_s: float, said: str):
+    """Its end was known before the thread that reads its stderr had come to it: the cause was missing, or an earlier line."""
+    monkeypatch.setattr(supervise, "WORDS_S", 1.0)
+    assert asyncio.run(words_of_one_that_was_heard_late(within_s)) == said
 
 
 CHATTY = """

@@ -77,11 +77,18 @@ class LogPump(LogWriter):
         """`heard`: gets each line and says whether it is worth writing."""
         super().__init__(fd)
         self._heard = heard
+        self._reader: threading.Thread | None = None
 
     def follow(self, stream: IO[bytes]) -> None:
         """Until the stream ends; closes it."""
-        threading.Thread(target=self._read_all, args=(stream,), name="engine-log", daemon=True).start()
+        self._reader = threading.Thread(target=self._read_all, args=(stream,), name="engine-log", daemon=True)
+        self._reader.start()
         self.start()
+
+    def hear_out(self, within_s: float) -> None:
+        """Wait until all that was said is heard: the stream's end."""
+        if self._reader is not None:
+            self._reader.join(within_s)
 
     def _read_all(self, stream: IO[bytes]) -> None:
         while line := stream.readline(MAX_LINE):

@@ -32,6 +32,8 @@ PR_SET_CHILD_SUBREAPER = 36
 TAIL_LINES = 40
 LEFTOVERS_S = 5.0
 """Seconds that the engine's children have after it to end by themselves."""
+WORDS_S = 0.5
+"""Seconds in which a dead engine's last words are read, as a rule; a child of it may keep its stderr open."""
 LOG_S = 1.0
 """Seconds in which the engine's last lines are written, as a rule."""
 KILLED_S = 5.0
@@ -192,7 +194,10 @@ class EngineProcess:
             await asyncio.sleep(GROUP_POLL_S)
 
     def last_words(self) -> str:
-        """The most telling of the last stderr lines: the last one that is not part of a traceback's frames."""
+        """The most telling of the last stderr lines: the last one that is not part of a traceback's frames. Its end is known
+        before the thread that reads them has come to theirs."""
+        if self.exited.done():
+            self.log.hear_out(WORDS_S)
         return pick_cause(list(self._tail))
 
 
