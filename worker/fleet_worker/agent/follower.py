@@ -73,10 +73,10 @@ class Follower(Agent):
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if self._stop.is_set():
             return
-        engine = self._running.process
-        if engine is not None and engine.exited.done():
+        engine, drains = self._running.process, self._life.phase == "Draining"
+        if engine is not None and engine.exited.done() and not (drains and self._membership.released.is_set()):
             raise self._death(engine, engine.exited.result())
-        if self._life.phase == "Draining":  # the leader went first, as it should; the kubelet's SIGTERM follows
+        if drains:  # the leader went first, as it should, and its engine's ranks with it; the kubelet's SIGTERM follows
             await asyncio.wait({asyncio.create_task(self._stop.wait())}, timeout=self._config.drain_timeout_s)
             return
         why = self._membership.lost.result()
