@@ -40,6 +40,7 @@ FIELDS: dict[str, tuple[dict[str, object], str]] = {
     "alpha-pattern": ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern is not supported"),
     "a-field-of-the-future": ({"use_magic": True}, "use_magic is not supported"),
     "pissa": ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the base model"),
+    "lora-ga": ({"init_lora_weights": "lora_ga"}, "init_lora_weights 'lora_ga' changes the base model"),
     "another-method": ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported; supported: LORA"),
     "another-task": ({"task_type": "SEQ_CLS"}, "task_type 'SEQ_CLS' is not supported"),
     "other-target": ({"target_modules": ["q_proj", "lm_head"]}, "target_modules 'lm_head' is not supported"),

@@ -40,8 +40,8 @@ SAYS_NOTHING: Final = frozenset({
     "init_lora_weights", "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
 })  # fmt: skip
 """Fields that change nothing at inference, or that are looked at one by one below."""
-PLAIN_STARTS: Final = frozenset({"gaussian", "eva", "orthogonal", "lora_ga"})
-"""init_lora_weights that leave the base model as it is."""
+PLAIN_STARTS: Final = frozenset({"gaussian", "eva", "orthogonal"})
+"""init_lora_weights that leave the base model as it is. LoRA-GA does not: PEFT 0.21 subtracts what it begins with."""
 
 
 @dataclass(frozen=True, slots=True)
