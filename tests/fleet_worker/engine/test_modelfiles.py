@@ -34,6 +34,9 @@ def with_config(folder: Path, **change: Any) -> Path:
         ({"architectures": 5}, "architecture \\? is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"a": 1}}, "quantization_config"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding_window attention"),
+        ({"architectures": ["MistralForCausalLM"]}, "sliding_window attention"),  # transformers: 4096 unless it says null
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "sliding_window attention"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type=yarn"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),
         ({"num_attention_heads": 0, "head_dim": None}, "config.json"),

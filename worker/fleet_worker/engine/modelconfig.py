@@ -21,6 +21,8 @@ these numbers before a file of weights is looked at."""
 MAX_ROTARY = 2**32
 """Positions times head_dim: two tables of so many numbers."""
 MAX_EOS_IDS = 1024
+WINDOW = 4096
+"""Tokens that a model with sliding attention sees where its config does not say: transformers' default; null says all."""
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 
 
@@ -70,7 +72,7 @@ def read_config(folder: Path) -> ModelConfig:
         )
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelFilesError(f"{folder}/config.json: hidden_act {raw['hidden_act']!r} is not supported; supported: silu")
-    if raw.get("sliding_window") and raw.get("use_sliding_window", architecture == "MistralForCausalLM"):
+    if raw.get("sliding_window", WINDOW) and raw.get("use_sliding_window", architecture == "MistralForCausalLM"):
         raise ModelFilesError(f"{folder}/config.json: sliding_window attention is not supported")
     if raw.get("quantization_config"):
         raise ModelFilesError(f"{folder}/config.json: quantization_config is not supported by the torch engine")
