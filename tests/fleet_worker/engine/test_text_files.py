@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +29,25 @@ def test_files_without_end_are_not_read_to_it(tiny: Path, tmp_path: Path, name: 
     for read in (Text, text_digest):
         with pytest.raises(ModelFilesError, match=f"{name} has more than"):
             read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        pytest.param({"truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}}, id="cut"),
+        pytest.param(
+            {"padding": {"strategy": {"Fixed": 512}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0,
+                         "pad_type_id": 0, "pad_token": "<unk>"}},
+            id="padded",
+        ),
+    ],
+)  # fmt: skip
+def test_a_prompt_is_whole_however_its_tokenizer_was_used_in_training(tiny: Path, tmp_path: Path, stored: dict[str, Any]):
+    """What `save_pretrained` wrote after a training with truncation cut every prompt, silently: 200, and tokens of its begin."""
+    plain = json.loads((tiny / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**plain, **stored}))
+    said = "a prompt of more than four tokens, which is to be read to its end"
+    assert Text(tmp_path).encode(said) == Text(tiny).encode(said)
 
 
 def test_a_text_that_is_no_template_is_the_models_fault(tiny: Path, tmp_path: Path):

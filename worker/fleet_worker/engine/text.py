@@ -41,6 +41,8 @@ class Text:
             raise
         except Exception as error:  # tokenizers raises bare Exception
             raise ModelFilesError(f"{path} cannot be read: {error}") from error
+        self.tokenizer.no_padding()  # whatever it was trained with: transformers reads a prompt to its own length, and whole
+        self.tokenizer.no_truncation()
         self.special = frozenset(number for number, added in self.tokenizer.get_added_tokens_decoder().items() if added.special)
         """Tokens that `decode` passes over."""
         settings = _optional_json(folder / "tokenizer_config.json")
