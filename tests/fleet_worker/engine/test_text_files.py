@@ -50,6 +50,18 @@ def test_a_prompt_is_whole_however_its_tokenizer_was_used_in_training(tiny: Path
     assert Text(tmp_path).encode(said) == Text(tiny).encode(said)
 
 
+def test_a_text_over_which_the_tokenizer_panics_is_the_requests_fault(tiny: Path, tmp_path: Path):
+    """What tokenizers raises then is no Exception: a 500 without words and two screens of log each; of a large body it ended the
+    process that reads them, and a router took the 503 to another worker, whose process ended, too."""
+    plain = json.loads((tiny / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(?:a|a|a)+c"}, "behavior": "Isolated", "invert": False}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**plain, "pre_tokenizer": split}))
+    text = Text(tmp_path)
+    with pytest.raises(BadRequestError, match=r"the tokenizer gave up: .*retry-limit"):
+        text.encode("a" * 40)
+    assert text.encode("ab") == Text(tmp_path).encode("ab")
+
+
 def test_a_text_that_is_no_template_is_the_models_fault(tiny: Path, tmp_path: Path):
     shutil.copy(tiny / "tokenizer.json", tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% for")

@@ -18,6 +18,8 @@ from fleet_worker.engine.errors import BadRequestError, ModelFilesError
 from fleet_worker.engine.files import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, read_bounded
 
 REPLACEMENT = "\ufffd"
+PANIC = "PanicException"
+"""What tokenizers, which is of Rust, raises beside bare Exception, and is none."""
 MAX_PENDING = 8
 """Tokens that are held while the last character may be incomplete: longer ones are bytes that never become one."""
 NOT_GIVEN = {"tools": None, "documents": None}
@@ -57,8 +59,14 @@ class Text:
         self.folder, self.digest = folder, text_digest(folder)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of `text`. Other threads go on meanwhile: of this library's calls only those for batches let them."""
-        return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+        """Token ids of `text`. Other threads go on meanwhile: of this library's calls only those for batches let them.
+        BadRequestError where it gives up, as on a pattern that takes too many steps."""
+        try:
+            return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+        except BaseException as error:
+            if not (isinstance(error, Exception) or type(error).__name__ == PANIC):
+                raise
+            raise BadRequestError(f"the tokenizer gave up: {str(error)[:500]}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens."""
