@@ -30,6 +30,7 @@ FILES = {
     "pytorch_model.bin": b"a pickle",
     "modeling_evil.py": b"raise SystemExit",
     "training/optimizer.pt": b"another pickle",
+    "original/model.safetensors": b"the same weights, as their makers have them",
 }
 PREPARE = """
 import sys

@@ -31,6 +31,9 @@ SPARE_BYTES: Final = 64 * 1024 * 1024
 """Kept free on the cache's disk."""
 Listed = dict[str, list[str]]
 """Commit → names of its files."""
+ORIGINAL: Final = "original/*"
+"""The weights once more, in their makers' form, which no engine here reads: of gpt-oss twice 65 GB. vLLM, too, means to leave
+the folder out when it fetches by itself."""
 LOCK_TELL_S: Final = 10.0
 OF_THE_DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE})
 """What a cache's disk says; everything else that a download meets is the hub's, or the way's to it."""
@@ -91,7 +94,9 @@ def _kept(
         if missing:
             return None
         commit = next(iter(listed), revision)
-        found = snapshot_download(name, revision=commit, cache_dir=cache, allow_patterns=list(patterns), local_files_only=True)
+        found = snapshot_download(
+            name, revision=commit, cache_dir=cache, allow_patterns=list(patterns), ignore_patterns=ORIGINAL, local_files_only=True
+        )
         _check(source, Path(found), listed, cache, progress, patterns)
     except ModelError:
         raise
@@ -109,7 +114,9 @@ def _fetched(
     progress(f"fetching {source}")
     try:
         listed = _check_space(source, name, revision, cache, patterns)
-        found = snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=list(patterns), max_workers=4)
+        found = snapshot_download(
+            name, revision=revision, cache_dir=cache, allow_patterns=list(patterns), ignore_patterns=ORIGINAL, max_workers=4
+        )
         folder = Path(found)
         if folder.name not in listed:  # the hub came back, or the branch moved, since we asked
             listed = _listed(name, revision, cache, patterns)[0]
@@ -157,7 +164,9 @@ def _listed(name: str, revision: str | None, cache: Path, patterns: Sequence[str
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        files = snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=list(patterns), dry_run=True)
+        files = snapshot_download(
+            name, revision=revision, cache_dir=cache, allow_patterns=list(patterns), ignore_patterns=ORIGINAL, dry_run=True
+        )
     except (LocalEntryNotFoundError, OSError) as error:
         if type(error).__name__.endswith(("NotFoundError", "HTTPError")) and not isinstance(error, LocalEntryNotFoundError):
             raise
