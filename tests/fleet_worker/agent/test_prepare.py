@@ -409,13 +409,18 @@ def test_a_token_is_not_told_as_the_library_sends_it(monkeypatch: pytest.MonkeyP
     assert _in_short(RuntimeError("header 'Bearer hf_s3cret'")) == "header 'Bearer ***'"
 
 
-def test_a_mirrors_password_is_in_no_refusal(hub: Hub, tmp_path: Path):
-    hub.repositories = {}
+@pytest.mark.parametrize(("source", "how"), [("hf://acme/none", ""), ("hf://acme/tiny", "cut")], ids=["refused", "cut"])
+def test_a_mirrors_password_is_in_no_word(hub: Hub, tmp_path: Path, source: str, how: str):
+    """Also of the library's own: it warned of each download that was cut, with its whole address. Of the hub's own storage that
+    is one whose query opens the file."""
+    hub.RequestHandlerClass = type("Broken", (Broken,), {"how": how})
     env = {**os.environ, "HF_ENDPOINT": f"http://user:s3cret@127.0.0.1:{hub.server_address[1]}", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "fleet_worker", "fetch"]
-    env |= {"FLEET_FETCH": "hf://acme/none", "FLEET_MODEL_CACHE": str(tmp_path)}
+    env |= {"FLEET_FETCH": source, "FLEET_MODEL_CACHE": str(tmp_path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, "s3cret" in done.stdout + done.stderr) == (2, False)
+    said = done.stdout + done.stderr
+    assert (done.returncode, "s3cret" in said) == (2, False)
+    assert ("Error while downloading from http://127.0.0.1:" in said) is (how == "cut")
 
 
 class Broken(HubHandler):

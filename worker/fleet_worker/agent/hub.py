@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -163,6 +164,7 @@ def _listed(name: str, revision: str | None, cache: Path, patterns: Sequence[str
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    _watch_its_log()
     try:
         files = snapshot_download(
             name, revision=revision, cache_dir=cache, allow_patterns=list(patterns), ignore_patterns=ORIGINAL, dry_run=True
@@ -249,10 +251,31 @@ def _is_right(blob: Path) -> bool:
 
 
 def _in_short(error: Exception) -> str:
-    """The hub's words in one line: the cause stands in the second one of several. Without what opens a hub: the token, a mirror's
-    password, the query of a signed address."""
-    words = QUERY.sub(r"\1?...", PASSWORD.sub(r"\1", " ".join(str(error).split())))
+    """The hub's words in one line: the cause stands in the second one of several."""
+    return _without_secrets(" ".join(str(error).split()))[:300] or type(error).__name__
+
+
+def _without_secrets(words: str) -> str:
+    """Without what opens a hub: the token, a mirror's password, the query of a signed address."""
+    words = QUERY.sub(r"\1?...", PASSWORD.sub(r"\1", words))
     # as huggingface_hub sends it: without line ends and the spaces around
     if token := "".join(os.environ.get(TOKEN_ENV, "").splitlines()).strip():
         words = words.replace(token, "***")
-    return words[:300] or type(error).__name__
+    return words
+
+
+class _Plain(logging.Filter):
+    """huggingface_hub's own log, which has whole addresses in it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = _without_secrets(record.getMessage()), ()
+        return True
+
+
+_PLAIN: Final = _Plain()
+
+
+def _watch_its_log() -> None:
+    """Once the library is imported, which makes its handler."""
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        handler.addFilter(_PLAIN)  # the same one again is none more
