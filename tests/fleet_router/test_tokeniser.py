@@ -70,6 +70,8 @@ TEMPLATES = [
     "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{{ m.content }}\n{% endfor %}",
     "{% for m in messages %}\n  {{ m.content | trim }}\n{% endfor %}\n{% if add_generation_prompt %}A:{% endif %}",
     "{% for m in messages %}{{ m | tojson }}{{ m.content | tojson(indent=2) }}{% endfor %}",
+    "{% set x = 1 %}{% for m in messages %}{% generation %}\n{% set x = 2 %}{{ m.content ~ x }}"
+    "{% endgeneration %}\n{{ x }}{% endfor %}",
 ]
 
 
@@ -89,7 +91,7 @@ def test_templates_render_as_hugging_face_renders_them(folder: Path, tmp_path: P
     assert Text(tmp_path).render_chat(rows) == theirs
 
 
-@pytest.mark.parametrize("template", ["{% generation %}{% endgeneration %}", "{% for", "{{ " + "(" * 5000])
+@pytest.mark.parametrize("template", ["{% no_such_tag %}", "{% for", "{{ " + "(" * 5000])
 def test_a_template_that_cannot_be_read_leaves_the_tokenizer(folder: Path, template: str):
     """It left none, and it was fetched again every five seconds."""
     made = Tokeniser({"tokenizer.json": (folder / "tokenizer.json").read_text(), "chat_template.jinja": template})

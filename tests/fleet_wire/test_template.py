@@ -46,6 +46,15 @@ def test_what_a_template_writes_is_what_jinja_writes(source: str):
     assert ChatTemplate(source).render(200, **given) == plain(source, **given)
 
 
+def test_marks_of_a_training_are_passed_over():
+    """The torch engine refused a model with them; Hugging Face (AssistantTracker) writes what is inside, in its own scope."""
+    begin, end = "{% set x = 1 %}{% for m in messages %}{% if m.role == 'assistant' %}", "{{ x }}{% endif %}{% endfor %}"
+    marked = begin + "{% generation %}\n{% set x = 2 %}{{ m.content ~ x }}{% endgeneration %}\n" + end
+    assert ChatTemplate(marked).render(200, messages=MESSAGES) == plain(begin + "{{ m.content ~ 2 }}" + end, messages=MESSAGES)
+    with pytest.raises(TooMuchError):
+        ChatTemplate("{% generation %}" + nested("{{ 1 }}") + "{% endgeneration %}").render(10)
+
+
 def test_a_long_conversation_is_within_the_bounds():
     source, messages = GOOD["chat"], [{"role": "user", "content": "a b " * 10} for _ in range(100_000)]
     assert len(ChatTemplate(source).render(4_000_000, messages=messages, bos_token="")) > 4_000_000

@@ -16,11 +16,13 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import jinja2
 from jinja2 import nodes
+from jinja2.ext import Extension
 from jinja2.filters import FILTERS
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
@@ -262,6 +264,17 @@ class _Environment(ImmutableSandboxedEnvironment):
         return made
 
 
+class _Generation(Extension):
+    """`{% generation %}` of templates for training says what of a text the model said; Hugging Face writes what is inside."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """What is inside; what it sets is not seen behind it."""
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
 def _count(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
@@ -277,7 +290,8 @@ class ChatTemplate:
             raise NoTemplateError(f"chat template of more than {MAX_TEMPLATE_BYTES} characters")
         self._length, self._steps = len(source), steps
         environment = _Environment(
-            trim_blocks=True, lstrip_blocks=True, autoescape=False, extensions=["jinja2.ext.loopcontrols"], finalize=_written
+            trim_blocks=True, lstrip_blocks=True, autoescape=False, extensions=["jinja2.ext.loopcontrols", _Generation],
+            finalize=_written,
         )  # fmt: skip
         del environment.globals["lipsum"]  # it writes without end
         environment.globals |= {"raise_exception": _raise, **known}
