@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import json
 import os
 import threading
 from collections.abc import Awaitable, Callable
@@ -97,6 +98,22 @@ def folder(path: Path, content: bytes = b"weights") -> Path:
     (path / FILES[0]).write_bytes(b"{}")
     (path / FILES[1]).write_bytes(content)
     return path
+
+
+@pytest.mark.parametrize("start", ["pissa_niter_16", "olora", "corda", "LoftQ", "lora_ga"])
+def test_one_that_needs_another_base_model_is_given_to_no_engine(tmp_path: Path, start: str):
+    """vLLM does not look: over the model that is served it answered 200 with other tokens."""
+    config = folder(tmp_path / "root/a") / FILES[0]
+    config.write_text(json.dumps({"init_lora_weights": start}))
+    with pytest.raises(AdapterError, match=f"init_lora_weights '{start}' changes the base model") as refused:
+        stage("a", str(tmp_path / "root"), tmp_path / "into")
+    assert (refused.value.reason, list((tmp_path / "into").iterdir())) == ("BadAdapter", [])
+    for plain in (True, False, "gaussian", "eva", None):
+        config.write_text(json.dumps({"init_lora_weights": plain}))
+        assert stage("a", str(tmp_path / "root"), tmp_path / "into").digest
+    for odd in (b"[]", b"{", b"[" * 5_000):
+        config.write_bytes(odd)
+        assert stage("a", str(tmp_path / "root"), tmp_path / "into").digest, "the engine refuses it in its own words"
 
 
 def test_a_copy_is_named_by_its_content(tmp_path: Path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import stat
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
+from fleet_wire.unreadable import UNREADABLE
+from fleet_worker.adapterstart import changes_base
 from fleet_worker.agent.errors import AdapterError, ModelError
 from fleet_worker.agent.hub import HF_SCHEME, fetch
 
@@ -23,6 +26,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 MOST_BYTES = 8 * 1024**3
 """Of one adapter, whatever its rank; the engine knows the exact bound."""
 PIECE = 4 * 1024 * 1024
+MOST_CONFIG_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ def _copied(files: list[Path], into: Path) -> Staged:
     scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=into))
     try:
         parts = [_copy(path, scratch / name) for path, name in zip(files, FILES, strict=True)]
+        _check_start(scratch / FILES[0])
         digest = hashlib.sha256(b"".join(parts)).hexdigest()
         final = into / digest[:32]
         try:
@@ -59,6 +64,19 @@ def _copied(files: list[Path], into: Path) -> Staged:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return Staged(final, digest)
+
+
+def _check_start(config: Path) -> None:
+    """AdapterError for one that needs another base model. What is no JSON object, or far too large for one, the engine refuses in
+    its own words."""
+    with config.open("rb") as opened:
+        raw = opened.read(MOST_CONFIG_BYTES)
+    try:
+        found = json.loads(raw)
+    except UNREADABLE:
+        return
+    if isinstance(found, dict) and (why := changes_base(found)):
+        raise AdapterError("BadAdapter", f"{config.name}: {why}")
 
 
 def locate(source: str, root: str | None) -> Path:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from fleet_wire.unreadable import UNREADABLE
+from fleet_worker.adapterstart import changes_base
 from fleet_worker.engine.errors import BadAdapterError, UnknownAdapterError
 from fleet_worker.engine.lora import Adapter, Delta
 from fleet_worker.engine.modelconfig import ModelConfig
@@ -40,8 +41,6 @@ SAYS_NOTHING: Final = frozenset({
     "init_lora_weights", "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
 })  # fmt: skip
 """Fields that change nothing at inference, or that are looked at one by one below."""
-PLAIN_STARTS: Final = frozenset({"gaussian", "eva", "orthogonal"})
-"""init_lora_weights that leave the base model as it is. LoRA-GA does not: PEFT 0.21 subtracts what it begins with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +127,8 @@ def _refuse_unsupported(found: Mapping[str, Any], path: Path) -> None:
         raise BadAdapterError(f"{path}: task_type {found['task_type']!r} is not supported; supported: CAUSAL_LM")
     if found.get("bias", "none") != "none":
         raise BadAdapterError(f"{path}: bias {found['bias']!r} is not supported; supported: none")
-    start = found.get("init_lora_weights", True)
-    if isinstance(start, str) and start.lower() not in PLAIN_STARTS:
-        raise BadAdapterError(f"{path}: init_lora_weights {start!r} changes the base model: convert it to a plain LoRA")
+    if why := changes_base(found):
+        raise BadAdapterError(f"{path}: {why}")
     for field in sorted(found.keys() - SAYS_NOTHING):
         if found[field]:
             raise BadAdapterError(f"{path}: {field} is not supported")
