@@ -16,7 +16,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import jinja2
 from jinja2 import nodes
@@ -267,7 +267,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 class _Generation(Extension):
     """`{% generation %}` of templates for training says what of a text the model said; Hugging Face writes what is inside."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
     def parse(self, parser: Parser) -> nodes.Node:
         """What is inside; what it sets is not seen behind it."""
