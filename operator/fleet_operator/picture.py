@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
 from fleet_operator.fleet_state import FleetState, clock_set_s, telemetry_at
+from fleet_operator.leftovers import ENDED
 from fleet_operator.names import ROLE, ROUTER_ROLE, router_name
 from fleet_operator.nodes import NodeView, places, sick_nodes
 from fleet_operator.observe import (
@@ -97,9 +98,11 @@ def workers(fleet: InferenceFleet, state: FleetState, live: Live, where: Places)
 
 
 def router_urls(live: Live, platform: Platform) -> list[str]:
-    """Base URLs for scrapes of its routers that have an address: the plain port also where the other one speaks TLS."""
+    """Base URLs for scrapes of its routers that have an address: the plain port also where the other one speaks TLS. A pod
+    that has ended keeps its address in its status, while others get it."""
     host, port = platform.router_host, platform.router_port
-    found = [(pod, host or ip) for pod in _routers(pods_of(live)) if (ip := (pod.get("status") or {}).get("podIP"))]
+    said = [(pod, pod.get("status") or {}) for pod in _routers(pods_of(live))]
+    found = [(pod, host or ip) for pod, status in said if (ip := status.get("podIP")) and status.get("phase") not in ENDED]
     return [f"http://{f'[{at}]' if ':' in at else at}:{port_of(pod, ADMIN_PORT, port)}" for pod, at in found]
 
 

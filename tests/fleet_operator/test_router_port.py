@@ -68,6 +68,15 @@ def test_the_operator_scrapes_where_no_certificate_is_needed(routing: dict[str, 
     assert router_urls(live, Platform()) == [f"http://[fd00::1]:{port}"]
 
 
+@pytest.mark.parametrize(("phase", "asked"), [("Running", True), ("Pending", True), ("Failed", False), ("Succeeded", False)])
+def test_a_router_pod_that_ended_is_not_asked(phase: str, asked: bool):
+    """One that its node's shutdown or an eviction ended stays, with its address: the load was never read in full any more, so
+    that no fleet went to zero, and who got the address was read as this fleet's router."""
+    status = {"podIP": "10.0.0.1", "phase": phase}
+    live = {("Pod", "r"): {"metadata": {"labels": {ROLE: ROUTER_ROLE}}, "spec": pod(), "status": status}}
+    assert router_urls(live, Platform()) == (["http://10.0.0.1:8080"] if asked else [])
+
+
 def test_without_any_of_it_nothing_is_there_but_a_place_for_the_fleets_key():
     spec = pod()
     assert [(volume["name"], volume["secret"]["optional"]) for volume in spec["volumes"]] == [("fleet-peer-key", True)]
