@@ -47,6 +47,8 @@ class _State(msgspec.Struct, frozen=True):
     """What matters here of GET /state; None: an agent from before there were adapters."""
 
     adapters: list[_Entry] | None = None
+    uid: str = ""
+    """Of its pod; empty: it does not say."""
 
 
 def concerned(fleet: InferenceFleet, pods: Sequence[Object], known: Reports) -> bool:
@@ -88,17 +90,17 @@ class AdapterFollower:
             async def look(pod: ObservedPod) -> tuple[AdapterSeen, ...] | None:
                 async with slots:
                     mine = wished(fleet, pod.name, live, others)
-                    return await _look(ask, base(pod, live, "agent"), mine, known.get(pod.uid))
+                    return await _look(ask, base(pod, live, "agent"), pod.uid, mine, known.get(pod.uid))
 
             found = await asyncio.gather(*(look(pod) for pod in there))
         return {pod.uid: seen for pod, seen in zip(there, found, strict=True) if seen is not None}
 
 
 async def _look(
-    ask: Ask, agent: str, wanted: Sequence[tuple[str, str]], before: tuple[AdapterSeen, ...] | None
+    ask: Ask, agent: str, uid: str, wanted: Sequence[tuple[str, str]], before: tuple[AdapterSeen, ...] | None
 ) -> tuple[AdapterSeen, ...] | None:
     answer = await ask(f"{agent}/state", within_s=AGENT_S)
-    seen = seen_of(answer)
+    seen = seen_of(answer, uid)
     if seen is None:
         return before
     if sorted((one.name, one.source) for one in seen if one.state != "Unloading") == list(wanted):
@@ -109,18 +111,20 @@ async def _look(
         return tuple(
             AdapterSeen(name, source, "Failed", "", "NotSupported", "its agent knows no adapters") for name, source in wanted
         )
-    return seen_of(answer) or seen
+    return seen_of(answer, uid) or seen
 
 
-def seen_of(answer: Answer | None) -> tuple[AdapterSeen, ...] | None:
-    """An agent's adapters; None when it did not say."""
+def seen_of(answer: Answer | None, uid: str = "") -> tuple[AdapterSeen, ...] | None:
+    """An agent's adapters; None when it did not say, or is that of another pod than `uid` (see `flip.asking.state_of`)."""
     if answer is None or answer.status != OK:
         return None
     try:
-        entries = msgspec.json.decode(answer.body, type=_State).adapters
+        said = msgspec.json.decode(answer.body, type=_State)
     except UNREADABLE:
+        return None
+    if uid and said.uid not in ("", uid):
         return None
     return tuple(
         AdapterSeen(e.name, e.source, e.state, e.digest[:WORD_MOST], e.reason[:WORD_MOST], e.message[:WORD_MOST])
-        for e in entries or ()
+        for e in said.adapters or ()
     )

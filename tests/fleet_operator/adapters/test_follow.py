@@ -31,6 +31,8 @@ class Agents:
         self.states: dict[str, list[Entry] | None] = dict(states)
         self.told: list[tuple[str, Any]] = []
         self.old: set[str] = set()
+        self.uid = ""
+        """Of the pod that every one of them says that it is."""
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Ask]:
@@ -44,7 +46,8 @@ class Agents:
                     return Answer(404, b"no")
                 self.states[host] = [loaded(one["name"], one["source"]) for one in body]
             state = self.states[host]
-            return Answer(200, json.dumps({"phase": "Serving"} | ({"adapters": state} if state is not None else {})).encode())
+            said = {"phase": "Serving", "uid": self.uid} | ({"adapters": state} if state is not None else {})
+            return Answer(200, json.dumps(said).encode())
 
         yield ask
 
@@ -91,6 +94,16 @@ def test_silence_keeps_what_was_known_and_nonsense_too():
     assert look(Agents(), known, p1="h1") == known
     assert look(Agents(h1=[{"name": "a", "state": "Dancing"}]), known, p1="h1") == known
     assert look(Agents(), {}, p1="h1") == {}
+
+
+@pytest.mark.parametrize(("uid", "told"), [("u-p1", True), ("", True), ("u-p2", False)])
+def test_no_pod_is_told_the_adapters_of_another_one_that_had_its_address(uid: str, told: bool):
+    """A node that began anew gives its pods other addresses: one of another fleet unloaded what its tenants use."""
+    agents, known = Agents(h1=[loaded("theirs", B)]), {"u-p1": (AdapterSeen("a", A, "Loaded", "d"),)}
+    agents.uid = uid
+    found = look(agents, known, p1="h1")
+    assert bool(agents.told) == told
+    assert found == known or told
 
 
 def test_an_agent_from_before_there_were_adapters():
