@@ -102,6 +102,9 @@ class Territory:
         """Those whose claim was looked at longest ago first."""
         self.foreign: dict[str, str] = {}
         """Namespaces that we were told and that somebody else holds, with the holder."""
+        self._held: set[str] = set()
+        """Those whose claim could not be released."""
+        self._strays_known = False
         self._writing: Counter[str] = Counter()
         self._wake = asyncio.Event()
         self.changed: Callable[[str], None] = lambda namespace: None
@@ -166,7 +169,8 @@ class Territory:
                 await self.audit_labels()
 
     async def audit_labels(self) -> None:
-        """What the watch has not told: it may lose an event. A list that is older than what it told changes nothing."""
+        """What the watch has not told: it may lose an event. A list that is older than what it told changes nothing. Claims that
+        are left where nothing is selected are released: the API may not have answered, or it happened while we claimed."""
         try:
             listed = await self._cluster.versions(NAMESPACE, None, self._selection.labels)
         except ClusterError as error:
@@ -183,6 +187,11 @@ class Territory:
         self._selected |= gained
         if gained:
             self._wake.set()
+        if not self._strays_known:
+            await self._release_strays()
+        for name in sorted(self._held | self._owned.keys()):
+            if name not in self._selected:  # the watch tells of more meanwhile
+                await self._release(name)
 
     async def check_owned(self) -> None:
         """Give up what is no longer ours, and claim anew what is nobody's. While nobody answers what we have stays ours."""
@@ -275,6 +284,7 @@ class Territory:
                 namespace, name = lease["metadata"]["namespace"], lease["metadata"]["name"]
                 if name == CLAIM and holder_of(lease) == self._installation and namespace not in self._selected:
                     await self._release(namespace)
+            self._strays_known = True
         except ClusterError as error:
             LOG.warning("old claims are not released: %s", error)
 
@@ -282,6 +292,7 @@ class Territory:
         """Stop writing there, then let go of it."""
         self._owned.pop(namespace, None)
         self.foreign.pop(namespace, None)
+        self._held.discard(namespace)
         await self._quiet(namespace)
         try:
             lease = await self._cluster.get(LEASE, namespace, CLAIM)
@@ -294,4 +305,5 @@ class Territory:
         except NotFoundError:
             return
         except ClusterError as error:
+            self._held.add(namespace)
             LOG.warning("the claim on namespace %s is not released: %s", namespace, error)

@@ -237,6 +237,87 @@ def test_a_claim_from_before_the_labels_changed_is_released():
     played(scenario)
 
 
+def test_a_claim_that_could_not_be_released_is_released_later():
+    """The API could not answer at that moment: the namespace stayed ours for every other installation, until we began anew."""
+
+    async def scenario(store: MemoryCluster) -> None:
+        class Busy:
+            def __getattr__(self, name: str):
+                return getattr(store, name)
+
+            async def delete(self, *where: object, **options: object) -> None:
+                raise UnavailableError("not now")
+
+        await store.apply(namespace("x", team="a"))
+        a, b = territory(store, "one/a", team="a"), territory(store, "two/b")
+        running = asyncio.create_task(a.run())
+        a.owns("x")
+        await until(lambda: a.owns("x"))
+        a._cluster = Busy()  # type: ignore[assignment]
+        await store.apply(namespace("x", team="b"))
+        await until(lambda: not a.owns("x"))
+        await a.audit_labels()
+        a._cluster = store
+        await a.audit_labels()
+        b.owns("x")
+        await b.claim_all()
+        assert b.owns("x")
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    played(scenario)
+
+
+def test_old_claims_that_could_not_be_listed_are_released_later():
+    async def scenario(store: MemoryCluster) -> None:
+        class Busy(Deaf):
+            error: ClusterError | None = UnavailableError("not now")
+
+            async def list(self, *where: object) -> list[dict]:
+                if self.error is not None:
+                    raise self.error
+                return await store.list(*where)  # type: ignore[arg-type]
+
+        await store.apply(namespace("x", team="b"))
+        old = territory(store, "one/a")
+        old.owns("x")
+        await old.claim_all()
+        api = Busy(store)
+        now = Territory(api, store.writer("births"), "one/a", Selection((), {"team": "a"}))
+        await now._release_strays()
+        api.error = None
+        await now.audit_labels()
+        with pytest.raises(NotFoundError):
+            await store.get(LEASE, "x", CLAIM)
+
+    played(scenario)
+
+
+def test_a_namespace_that_lost_our_label_while_it_was_claimed_is_let_go_of():
+    """The claim came after the label was gone, and nothing looked at it again: fleets there were served for ever."""
+
+    async def scenario(store: MemoryCluster) -> None:
+        class Slow:
+            def __getattr__(self, name: str):
+                return getattr(store, name)
+
+            async def apply(self, obj: dict, *, created: bool = False) -> dict:
+                await a._unselect("x")
+                return await store.apply(obj)
+
+        a = Territory(Slow(), store.writer("births"), "one/a", Selection((), {"team": "a"}))
+        await store.apply(namespace("x", team="b"))
+        a._selected.add("x")
+        a.owns("x")
+        await a.claim_all()
+        await a.audit_labels()
+        assert not a.owns("x")
+        with pytest.raises(NotFoundError):
+            await store.get(LEASE, "x", CLAIM)
+
+    played(scenario)
+
+
 def test_a_namespace_is_let_go_of_only_after_the_last_write():
     async def scenario(store: MemoryCluster) -> None:
         a = territory(store, "one/a", "x")
