@@ -186,11 +186,13 @@ class Applier:
         going = may_go(work.plan.delete, work.live, told, work.live.get((CONFIG_MAP.kind, document)))
         kept = kept_words(work.plan.delete, going, document)
         (work.outcome.problems if work.outcome.problems else work.outcome.conflicts).extend(kept)
+        leaving = list[Object | None]()
         for gone in going:
-            if await self._api.is_true(work):
-                pod = work.live.get(("Pod", gone.name))
-                await self._api.delete(POD, namespace, gone.name, gone.uid, gone.reason, work.outcome, pod)
-        leaving = (work.live.get(("Pod", gone.name)) for gone in going)
+            pod = work.live.get(("Pod", gone.name))
+            if await self._api.is_true(work) and await self._api.delete(
+                POD, namespace, gone.name, gone.uid, gone.reason, work.outcome, pod
+            ):
+                leaving.append(pod)
         await self._groups.drop(namespace, leaving, work.outcome)
         for left in work.plan.pools_gone:
             if await self._api.is_true(work):

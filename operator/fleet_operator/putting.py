@@ -210,14 +210,17 @@ class Putter:
 
     async def delete(
         self, kind: Kind, namespace: str, name: str, uid: str, reason: str, outcome: Outcome, pod: Object | None = None
-    ) -> None:
-        """Delete the very object of this uid. `pod`: as it was, for the words about it."""
+    ) -> bool:
+        """Delete the very object of this uid; whether it goes now, or is gone. `pod`: as it was, for the words about it."""
         try:
             await self._cluster.delete(kind, namespace, name, uid=uid)
-        except (NotFoundError, ConflictError):
-            return  # gone already, or another object by now: the next pass sees which
+        except NotFoundError:
+            return True
+        except ConflictError:
+            return False  # another object by now: the next pass sees which
         except ClusterError as error:
             outcome.fail(f"deleting {kind.kind} {name}", error)
-            return
+            return False
         outcome.writes += 1
         outcome.done.append(Deed("deleted", kind.kind, name, uid, *worker_of(pod), why=reason, member=member_of(pod)))
+        return True
