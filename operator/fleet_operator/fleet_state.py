@@ -62,6 +62,8 @@ class FleetState:
     settled: Settled = field(default_factory=Settled)
     refusals: Refusals = field(default_factory=Refusals)
     ending: EndingMemory = field(default_factory=EndingMemory)
+    fetching: dict[str, float] | None = None
+    """By uid: since when pods that fetch are known (see `aged`); None: before the first pass."""
     needed: dict[tuple[str, str], Object] = field(default_factory=dict)
     """See `needed_templates`."""
 
@@ -73,6 +75,16 @@ def heed(state: FleetState, observed: Observed) -> None:
     state.changing, state.doubtful = bool(moving), doubtful(observed)
     words = {uid: FlipReport(said.role, said.phase) for uid, said in state.flips.items() if uid in state.doubtful}
     state.flips = {uid: said for uid, said in state.flips.items() if uid in moving} | words
+
+
+def aged(state: FleetState, observed: Observed, now: float) -> Observed:
+    """With pods that fetch no older than they are known. What the API server has just made is minutes old where its clock is so
+    far behind ours, and then all of them had failed, and were made anew in every pass. Those that were there before our first
+    pass are as old as they say."""
+    before, first = (state.fetching, now) if state.fetching is not None else ({}, float("-inf"))
+    state.fetching = known = {pod.uid: before.get(pod.uid, first) for pod in observed.fetching}
+    fetching = tuple([replace(pod, created_at=max(pod.created_at, known[pod.uid])) for pod in observed.fetching])
+    return replace(observed, fetching=fetching) if fetching else observed
 
 
 def doubts_due(state: FleetState, now: float) -> frozenset[str]:

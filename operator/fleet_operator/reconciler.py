@@ -43,7 +43,7 @@ from fleet_operator.cluster.kinds import kind_of
 from fleet_operator.compare import contains
 from fleet_operator.finalizer import as_asked, ending_of, is_ending, is_going, release, same_wish, still_ours
 from fleet_operator.fleet_objects import FleetObjects
-from fleet_operator.fleet_state import FleetState, heed, is_restless
+from fleet_operator.fleet_state import FleetState, aged, heed, is_restless
 from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.health.passes import Passes, Unmeasured
 from fleet_operator.kept_revisions import lost_templates, needed_templates, unmakeable
@@ -422,7 +422,7 @@ class Reconciler:
         observed = picture(
             fleet, state, live, self._places(), templates, stored, heard, ahead_s, makes_keys=self._platform.makes_keys
         )  # fmt: skip
-        heed(state, observed)
+        heed(state, observed := aged(state, observed, now))
         ending = ending_of(fleet, raw, state.published.named, state.ending)
         plan: Plan = reconcile(fleet, observed, now, ending)
         state.ahead_s, state.clock = ahead_s, plan.clock

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from fleet_operator.adapters.follow import AdapterFollower
 from fleet_operator.cluster.interface import CONFIG_MAP, CONTROLLER_REVISION, EVENT, FLEET, NODE, POD, WatchEvent
 from fleet_operator.flip.asking import Answer, Ask
@@ -311,5 +313,29 @@ def test_without_nodes_that_can_be_read_nobody_waits():
         await world.settle(20)
         assert len(await workers(world)) == 3
         assert (await world.condition("ModelCached"))["reason"] == "NodesUnknown"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("phase", ["Pending", "Failed"])
+def test_a_clock_ahead_of_the_apis_does_not_make_what_fetches_anew_in_every_pass(phase: str):
+    """After a restart nobody knows that it is ahead: by it a pod was two minutes old when it was made, and had failed."""
+
+    async def scenario() -> None:
+        world = World()
+        world.set_clock(300.0)
+        world.operator = world.new_operator()
+        world.operator.feed(NODE, WatchEvent("ADDED", node("n1")))
+        await world.user.apply(manifest(model=CACHED))
+        made = []
+        for _ in range(130):
+            made += [name for verb, kind, name in await world.touch() if (verb, kind) == ("create", "Pod") and "-fetch-" in name]
+            there = [pod["metadata"]["name"] for pod in (await fetchers(world)).values()]
+            for name in there:
+                await world.user.patch_status(POD, NAMESPACE, name, {"phase": phase})
+            for (kind, name), pod in world.operator._objects.children((NAMESPACE, "f")).items():
+                if kind == POD.kind and "-fetch-" in name and name not in there:  # it came and went between two looks
+                    world.operator.feed(POD, WatchEvent("DELETED", pod))
+        assert len(made) == 2  # after two minutes it is tried again
 
     asyncio.run(scenario())
