@@ -27,7 +27,7 @@ from fleet_operator.telemetry.aggregate import WorkerReading, decode_counts, tie
 from fleet_operator.telemetry.kvwatch import KvWatch
 from fleet_operator.telemetry.line import Line
 from fleet_operator.telemetry.meter import KvMeter, metered
-from fleet_operator.telemetry.scrape import is_running, is_running_worker, tiers_of
+from fleet_operator.telemetry.scrape import is_running, is_running_worker, life_of, tiers_of
 from fleet_operator.telemetry.series import TargetSeries, by_pod, of_pod, query
 from fleet_planner.types import KvProof, TierTelemetry
 
@@ -52,7 +52,7 @@ class PrometheusTelemetry:
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
         self._watches: dict[tuple[str, str, str], KvWatch] = {}
-        """By namespace, fleet and tier."""
+        """By fleet (`life_of`) and tier."""
         self._meters: dict[tuple[str, str, str], KvMeter] = {}
         self._threads = ThreadPoolExecutor(THREADS + LEFT_MOST, thread_name_prefix="prometheus")
         self._gate = asyncio.Semaphore(THREADS)
@@ -62,7 +62,7 @@ class PrometheusTelemetry:
 
     async def collect(self, fleet: InferenceFleet, url: str, pods: list[Object]) -> dict[str, TierTelemetry]:
         """Telemetry per tier; when Prometheus does not answer every tier says why."""
-        now, key = self._now(), (fleet.metadata.namespace, fleet.metadata.name)
+        now, key = self._now(), life_of(fleet)
         question = query(fleet.metadata.namespace, fleet.metadata.name, fleet.spec.telemetry.interval_s)
         try:
             answer = await self._ask(url, question, now)

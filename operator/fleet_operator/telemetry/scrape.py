@@ -56,7 +56,7 @@ class ScrapeTelemetry:
         self._gates = {True: asyncio.Semaphore(CONCURRENCY), False: asyncio.Semaphore(TRIES)}
         self._reach = Reach()
         self._watches: dict[tuple[str, str, str], KvWatch] = {}
-        """By namespace, fleet and tier."""
+        """By fleet and tier."""
         self._history: dict[tuple[str, str], dict[str, deque[Reading]]] = {}
         """Routers' readings by fleet and URL."""
         self._asked_at: dict[tuple[str, str], float] = {}
@@ -74,12 +74,12 @@ class ScrapeTelemetry:
         found = await self._ask(read)
         readings = [found.get(target) or _read_from(pod, None) for target, pod in workers.items()]
         latest = [found.get(url) for url in routers]
-        now = self._now()
-        earlier = self._remember((fleet.metadata.namespace, fleet.metadata.name), dict(zip(routers, latest, strict=True)))
+        now, life = self._now(), life_of(fleet)
         by_router = dict(zip(routers, latest, strict=True))
+        earlier = self._remember(life, by_router)
         found_tiers = {}
         for tier in tiers_of(fleet, pods):
-            watch = self._watch((fleet.metadata.namespace, fleet.metadata.name, tier), readings, by_router)
+            watch = self._watch((*life, tier), readings, by_router)
             found_of = tier_telemetry(tier, readings, latest, earlier, now, watch)
             found_tiers[tier] = replace(found_of, kv=self._metered(fleet, tier, readings, found_of.kv, now))
         return found_tiers
@@ -93,7 +93,7 @@ class ScrapeTelemetry:
         self, fleet: InferenceFleet, tier: str, readings: list[WorkerReading], proof: KvProof | None, now: float
     ) -> KvProof | None:
         """The counters over restarts of engines; how many answers passed without KV is the watch's to say."""
-        meters = self._meters.setdefault((fleet.metadata.namespace, fleet.metadata.name), {})
+        meters = self._meters.setdefault(life_of(fleet), {})
         return metered(meters.setdefault(tier, KvMeter()).read(decode_counts(tier, readings), now), proof)
 
     def _remember(self, fleet: tuple[str, str], latest: dict[str, Reading | None]) -> list[Reading | None]:
@@ -195,6 +195,12 @@ def _read_from(pod: Object, reading: Reading | None) -> WorkerReading:
     """What a worker said; None: it did not answer, or was not asked."""
     meta = pod["metadata"]
     return WorkerReading(meta["labels"].get(TIER, ""), meta["labels"][ROLE], reading, meta["name"])
+
+
+def life_of(fleet: InferenceFleet) -> tuple[str, str]:
+    """Under what readings of a fleet are kept: one of its name that is made anew has moved nothing, though its workers have the
+    names of those before."""
+    return fleet.metadata.namespace, f"{fleet.metadata.name}/{fleet.metadata.uid}"
 
 
 def tiers_of(fleet: InferenceFleet, pods: Iterable[Object]) -> list[str]:

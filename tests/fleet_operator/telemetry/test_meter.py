@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
@@ -9,6 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_operator.telemetry.meter import KvMeter
+from fleet_operator.telemetry.prometheus import PrometheusTelemetry
+from fleet_operator.telemetry.scrape import ScrapeTelemetry
+from tests.fleet_operator.telemetry.answers import fleet, matrix, pod, reply, served
 
 
 @pytest.mark.parametrize(
@@ -58,3 +64,37 @@ def test_it_never_goes_down(readings: list[dict[str, int | None]]):
         after = found.transfers if found is not None else 0
         assert after >= before
         before = after
+
+
+@pytest.mark.parametrize("source", ["scrape", "prometheus"])
+def test_a_fleet_that_is_made_anew_has_moved_nothing(source: str):
+    """Its workers have the names of those before; it said that KV moves, or that none does, before it had one request."""
+    counts = [7]
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        if source == "scrape":
+            reply(handler, f"vllm:nixl_xfer_time_seconds_count {counts[0]}\n")
+            return
+        told = json.loads(matrix("d"))
+        labels = {**told["data"]["result"][0]["metric"], "__name__": "vllm:nixl_xfer_time_seconds_count"}
+        told["data"]["result"].append({"metric": labels, "values": [[999, str(counts[0])]]})
+        reply(handler, json.dumps(told))
+
+    async def go(url: str) -> list[int]:
+        found, port = [], int(url.rpartition(":")[2])
+        ports = {"containers": [{"ports": [{"name": "agent", "containerPort": port}]}]}
+        worker = {**pod("d", "decode", "127.0.0.1"), "spec": ports}
+        telemetry = ScrapeTelemetry() if source == "scrape" else PrometheusTelemetry(lambda: 1_000.0)
+        for uid, count in (("one", 7), ("one", 9), ("two", 1)):
+            counts[0] = count
+            known = fleet(url if source == "prometheus" else None)
+            life = known.model_copy(update={"metadata": known.metadata.model_copy(update={"uid": uid})})
+            where = [url, [worker]] if isinstance(telemetry, PrometheusTelemetry) else [[worker], []]
+            kv = (await telemetry.collect(life, *where))["t"].kv  # type: ignore[arg-type]
+            assert kv is not None
+            found.append(kv.transfers)
+        await telemetry.close()
+        return found
+
+    with served(answer) as url:
+        assert asyncio.run(go(url)) == [7, 9, 1]
