@@ -335,10 +335,7 @@ class Reconciler:
         if outcome.gone:
             self.feed(FLEET, WatchEvent("DELETED", raw))
             self._objects.unsure(raw)
-        elif self._states.get(key) is state:
-            self._after(key, state, outcome)
-        else:  # it went during its pass, and what that wrote down goes, too
-            self._forget(key, raw["metadata"]["uid"])
+        self._after(key, raw, state, outcome)
 
     async def _tell_failed(self, key: Key, raw: Object, outcome: Outcome) -> None:
         """As an event, if that can be: the telling may be what failed."""
@@ -361,7 +358,10 @@ class Reconciler:
         self._pace.forget(uid)
         self.reader.hearing.forget(key)
 
-    def _after(self, key: Key, state: FleetState, outcome: Outcome) -> None:
+    def _after(self, key: Key, raw: Object, state: FleetState, outcome: Outcome) -> None:
+        if self._states.get(key) is not state:  # it went during its pass, and what that wrote down goes, too
+            self._forget(key, raw["metadata"]["uid"])
+            return
         troubled = bool(outcome.problems or outcome.conflicts)
         delay_s = state.pace.after(
             self._monotonic(), troubled=troubled, stopped=outcome.stopped, vain=outcome.vain, asked_s=outcome.retry_after_s

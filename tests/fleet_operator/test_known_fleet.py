@@ -64,7 +64,8 @@ def test_a_spec_that_became_wrong_is_refused_every_time():
             parse_again(first, wrong, Words())
 
 
-def test_a_fleet_that_goes_during_its_pass_leaves_nothing_behind():
+@pytest.mark.parametrize("answer", [None, NotFoundError("no such fleet")])
+def test_a_fleet_that_goes_during_its_pass_leaves_nothing_behind(answer: NotFoundError | None):
     """The watch told its end before the answer to the last write came, and what that wrote down stayed for ever."""
 
     async def go(world: World) -> None:
@@ -72,10 +73,12 @@ def test_a_fleet_that_goes_during_its_pass_leaves_nothing_behind():
         last = await world.store.get(FLEET, NAMESPACE, "f")
         last["metadata"] = {**last["metadata"], "resourceVersion": "999999"}
 
-        def told(verb: str, *_: object) -> None:
-            if verb == "status":
-                ended.append(verb)
-                operator.feed(FLEET, WatchEvent("DELETED", last))
+        def told(verb: str, *_: object) -> NotFoundError | None:
+            if verb != "status":
+                return None
+            ended.append(verb)
+            operator.feed(FLEET, WatchEvent("DELETED", last))
+            return answer
 
         world.api.refuse = told
         await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"engine": {"maxBatch": 8}}})
