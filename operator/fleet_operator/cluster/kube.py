@@ -91,7 +91,7 @@ class KubeCluster:
 
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Object:
         """See `Cluster.get`."""
-        return _slim(await self._http.request("GET", _path(kind, namespace, name)), kind)
+        return _object_of(await self._http.request("GET", _path(kind, namespace, name)), kind)
 
     async def find(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
         """See `Cluster.find`. The API server reads one key for it, past its cache."""
@@ -126,7 +126,7 @@ class KubeCluster:
         namespace, name = key_of(obj)
         if created:
             obj = await self._taken_over(kind, obj)
-        return _slim(await self._http.request("PATCH", _path(kind, namespace, name), query, obj, _APPLY), kind)
+        return _object_of(await self._http.request("PATCH", _path(kind, namespace, name), query, obj, _APPLY), kind)
 
     async def _taken_over(self, kind: Kind, wish: Object) -> Object:
         """The wish with the version that its object has when all that we ever wrote of it belongs to our applies."""
@@ -150,12 +150,12 @@ class KubeCluster:
         kind = kind_of(obj)
         query = {"fieldManager": self._manager, "fieldValidation": "Strict"}
         namespace, _ = key_of(obj)
-        return _slim(await self._http.request("POST", _path(kind, namespace), query, obj), kind)
+        return _object_of(await self._http.request("POST", _path(kind, namespace), query, obj), kind)
 
     async def patch(self, kind: Kind, namespace: str | None, name: str, patch: Object) -> Object:
         """Merge-patch everything but the status, as `kubectl edit` would."""
         query = {"fieldManager": self._manager}
-        return _slim(await self._http.request("PATCH", _path(kind, namespace, name), query, patch, _MERGE), kind)
+        return _object_of(await self._http.request("PATCH", _path(kind, namespace, name), query, patch, _MERGE), kind)
 
     async def patch_status(
         self, kind: Kind, namespace: str | None, name: str, status: Object, *, version: str | None = None
@@ -164,7 +164,7 @@ class KubeCluster:
         query = {"fieldManager": self._manager}
         path = f"{_path(kind, namespace, name)}/status"
         patch: Object = {"status": status} if version is None else {"metadata": {"resourceVersion": version}, "status": status}
-        return _slim(await self._http.request("PATCH", path, query, patch, _MERGE), kind)
+        return _object_of(await self._http.request("PATCH", path, query, patch, _MERGE), kind)
 
     async def delete(
         self, kind: Kind, namespace: str | None, name: str, *, uid: str | None = None, grace_s: int | None = None
@@ -315,6 +315,15 @@ def _page_of(page: Object, kind: Kind) -> tuple[builtins.list[Object], str, str]
         return [_slim(item, kind) for item in page.get("items") or []], str(meta["resourceVersion"]), meta.get("continue") or ""
     except (KeyError, TypeError, AttributeError) as odd:
         raise UnavailableError(f"not a list of an API server: {type(odd).__name__}: {odd}") from odd
+
+
+def _object_of(answer: Object, kind: Kind) -> Object:
+    """The object of an answer; UnavailableError for what is none (a proxy's words)."""
+    try:
+        str(answer["metadata"]["name"])
+        return _slim(answer, kind)
+    except (KeyError, TypeError, AttributeError) as odd:
+        raise UnavailableError(f"not an object of an API server: {type(odd).__name__}: {odd}") from odd
 
 
 def _slim(obj: Object, kind: Kind) -> Object:

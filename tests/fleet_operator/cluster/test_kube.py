@@ -226,6 +226,26 @@ def test_what_is_no_page_says_nothing_of_an_object():
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("answer", [{}, {"metadata": {}}, {"metadata": 5}, "well"])
+@pytest.mark.parametrize("verb", ["get", "apply", "create", "patch", "patch_status"])
+def test_what_is_no_object_is_no_answer(verb, answer):
+    """A proxy's words in JSON ended the process with a KeyError where the lease, a claim or a certificate was read."""
+    wish, where = {**item("a", 1), "apiVersion": "v1", "kind": "ConfigMap"}, (CONFIG_MAP, "d", "a")
+
+    async def run():
+        async with talking_to(Script(answer)) as cluster:
+            await {
+                "get": lambda: cluster.get(*where),
+                "apply": lambda: cluster.apply(wish),
+                "create": lambda: cluster.create(wish),
+                "patch": lambda: cluster.patch(*where, {}),
+                "patch_status": lambda: cluster.patch_status(*where, {}),
+            }[verb]()
+
+    with pytest.raises(UnavailableError, match="not an object of an API server"):
+        asyncio.run(run())
+
+
 def test_a_first_list_that_is_forbidden_is_retried_and_one_of_an_unknown_kind_is_raised():
     assert scenario(Script(403, page([], 1)), 1) == [("SYNCED", "")]
     with pytest.raises(NotFoundError, match="answer 404"):
