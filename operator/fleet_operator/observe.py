@@ -10,6 +10,7 @@ from typing import Any
 
 from fleet_operator import pod_words
 from fleet_operator.cluster.interface import Object
+from fleet_operator.leftovers import ENDED
 from fleet_operator.names import (
     COMPAT,
     FETCH,
@@ -300,11 +301,13 @@ def _count(text: str | None) -> int | None:
 
 
 def observe_router(deployment: Object | None, pods: Iterable[Object]) -> RouterView | None:
-    """The router Deployment; the message is what its pods say, or why there are none."""
+    """The router Deployment; the message is what its pods say, or why there are none. One that is leaving, or has ended and stays
+    for long (an eviction), says nothing of today."""
     if deployment is None:
         return None
     status = deployment.get("status") or {}
     told = [(pod["metadata"]["name"], pod.get("status") or {}) for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+    told = [(name, said) for name, said in told if said.get("phase") not in ENDED]
     words = [(name, pod_words.message(said.get("containerStatuses") or [], _scheduled(said))) for name, said in told]
     return RouterView(
         desired=deployment["spec"].get("replicas", 1),

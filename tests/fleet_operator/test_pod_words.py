@@ -108,6 +108,14 @@ def router(*conditions: dict[str, Any], deleted: bool = False) -> dict[str, Any]
     return {"metadata": meta, "status": {"conditions": list(conditions)}}
 
 
+OOM = {"name": "router", "state": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}}
+EVICTED: list[dict[str, Any]] = [
+    {"metadata": {"name": "f-router-a"}, "status": {"phase": "Failed"}},
+    {"metadata": {"name": "f-router-b"}, "status": {"phase": "Failed", "containerStatuses": [OOM]}},
+]
+"""They stay for long."""
+
+
 @pytest.mark.parametrize(
     ("replica_failure", "pods", "message", "silent"),
     [
@@ -115,8 +123,9 @@ def router(*conditions: dict[str, Any], deleted: bool = False) -> dict[str, Any]
         ('pods "f-router-x" is forbidden: exceeded quota: none', [], 'pods "f-router-x" is forbidden: exceeded quota: none', ""),
         ("", [router({"type": "PodScheduled", "status": "True"})], "", "f-router-x"),
         ("", [router(NO_NODE, deleted=True)], "", ""),
+        ("", [*EVICTED, router(NO_NODE)], "f-router-x: 0/2 nodes are available", ""),
     ],
-    ids=["no-node", "quota", "hangs", "leaves"],
+    ids=["no-node", "quota", "hangs", "leaves", "others-were-evicted"],
 )
 def test_a_router_that_is_not_there(replica_failure: str, pods: list[dict[str, Any]], message: str, silent: str):
     """`no router pod is ready`, and not a word why: no node for it, or a quota that refuses its pod."""
