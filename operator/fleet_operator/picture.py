@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
 from fleet_operator.fleet_state import FleetState, clock_set_s, telemetry_at
-from fleet_operator.leftovers import ENDED
 from fleet_operator.names import ROLE, ROUTER_ROLE, router_name
 from fleet_operator.nodes import NodeView, places, sick_nodes
 from fleet_operator.observe import (
@@ -27,6 +27,7 @@ from fleet_operator.settings import Platform
 from fleet_planner.prefetch import model_keys
 from fleet_planner.types import Demand, Observed, ObservedPod, Template
 
+RUNS: Final = "Running"
 Live = Mapping[tuple[str, str], Object]
 """(kind, name) → object, of one fleet."""
 
@@ -98,11 +99,11 @@ def workers(fleet: InferenceFleet, state: FleetState, live: Live, where: Places)
 
 
 def router_urls(live: Live, platform: Platform) -> list[str]:
-    """Base URLs for scrapes of its routers that have an address: the plain port also where the other one speaks TLS. A pod
-    that has ended keeps its address in its status, while others get it."""
+    """Base URLs for scrapes of its routers that run: the plain port also where the other one speaks TLS. A pod has an address
+    before its image came, and keeps it in its status when it has ended, while others get it."""
     host, port = platform.router_host, platform.router_port
     said = [(pod, pod.get("status") or {}) for pod in _routers(pods_of(live))]
-    found = [(pod, host or ip) for pod, status in said if (ip := status.get("podIP")) and status.get("phase") not in ENDED]
+    found = [(pod, host or ip) for pod, status in said if (ip := status.get("podIP")) and status.get("phase") == RUNS]
     return [f"http://{f'[{at}]' if ':' in at else at}:{port_of(pod, ADMIN_PORT, port)}" for pod, at in found]
 
 
