@@ -66,7 +66,8 @@ class ScrapeTelemetry:
         """By fleet and tier."""
 
     async def collect(self, fleet: InferenceFleet, pods: list[Object], routers: list[str]) -> dict[str, TierTelemetry]:
-        """Telemetry per tier."""
+        """Telemetry per tier. Pods may have one address for a while, after their node began anew: they are one router then."""
+        routers = list(dict.fromkeys(routers))
         workers = {_target(pod): pod for pod in pods if is_running_worker(pod)}
         read: dict[str, Callable[[], Coroutine[Any, Any, Any]]]
         read = {url: partial(self._read, url, f"{url}/metrics") for url in routers}

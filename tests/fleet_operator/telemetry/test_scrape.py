@@ -177,6 +177,22 @@ def test_fleets_keep_their_own_windows():
         assert asyncio.run(go(mine, others)) == 0.99
 
 
+def test_two_router_pods_of_one_address_are_one_router():
+    """A node that began anew gives its pods other addresses, and for a while the API has those of before: reading it failed."""
+    router = Router()
+
+    async def go(url: str) -> list[float | None]:
+        telemetry, found = ScrapeTelemetry(), list[float | None]()
+        for fast in (0, 100):
+            router.fast = fast
+            found.append((await telemetry.collect(fleet(), [], [url, url]))["t"].prefill.ttft_p99_s)
+        await telemetry.close()
+        return found
+
+    with served(router.answer) as url:
+        assert asyncio.run(go(url)) == [None, 0.99]
+
+
 def test_routers_and_fleets_that_are_gone_are_forgotten():
     clock = [1_000.0]
 
