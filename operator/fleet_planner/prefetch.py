@@ -72,7 +72,7 @@ def plan_prefetch(fleet: InferenceFleet, observed: Observed, now: float) -> Pref
     spec = (fleet.spec.model.cache.prefetch if fleet.spec.model.cache is not None else None) or PrefetchSpec()
     wanted = _wanted(fleet, keys, nodes)
     names = {node.name for node in nodes}
-    stale, taken = _stale(fetching, set(keys.values()), names), {(pod.key, pod.node) for pod in fetching}
+    stale, taken = _stale(fetching, set(keys.values()), names, wanted.keys()), {(pod.key, pod.node) for pod in fetching}
     going = {pod.name for pod in fetching if pod.terminating} | {gone.name for gone in stale}
     mine = {(pod.key, pod.node): pod for pod in fetching if (pod.key, pod.node) in wanted and pod.name not in going}
     fetched = {at for at, pod in mine.items() if pod.phase == "Succeeded"} | _loaded(keys, observed)
@@ -156,13 +156,22 @@ def _why_failed(pod: FetchPod) -> str:
     return f"its pod did not begin within {BEGIN_S:.0f} s" if pod.placed else "no place was found for its pod"
 
 
-def _stale(fetching: Iterable[FetchPod], keys: set[str], names: set[str]) -> list[PodGone]:
-    """Records of another model, and of nodes that are gone, or that are other machines by now."""
-    found = [pod for pod in fetching if not pod.terminating]
-    other = [_gone(pod, "another model is served") for pod in found if pod.key not in keys]
-    mine = [pod for pod in found if pod.key in keys]
-    lost = [_gone(pod, "its node is gone") for pod in mine if pod.node not in names]
-    return other + lost + [_gone(pod, "its node was made anew") for pod in mine if pod.outlived and pod.node in names]
+def _stale(fetching: Iterable[FetchPod], keys: set[str], names: set[str], wanted: Set[At]) -> list[PodGone]:
+    """Records of another model, and of nodes that are gone, or that are other machines by now; what cannot fetch where nothing is
+    to be fetched any more."""
+    return [_gone(pod, why) for pod in fetching if not pod.terminating and (why := _why_stale(pod, keys, names, wanted))]
+
+
+def _why_stale(pod: FetchPod, keys: set[str], names: set[str], wanted: Set[At]) -> str:
+    """Empty: it is not."""
+    if pod.key not in keys:
+        return "another model is served"
+    if pod.node not in names:
+        return "its node is gone"
+    if pod.outlived:
+        return "its node was made anew"
+    is_idle = pod.phase == "Failed" or (pod.phase == "Pending" and not pod.placed)
+    return "its node gets no workers now" if is_idle and (pod.key, pod.node) not in wanted else ""
 
 
 def _again(failed: Iterable[FetchPod], now: float) -> list[PodGone]:

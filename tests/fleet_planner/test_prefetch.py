@@ -121,6 +121,25 @@ def test_so_many_at_once_in_order_of_names():
     assert found.verdict == ("False", "Prefetching", "1 of 4 nodes have the model")
 
 
+@pytest.mark.parametrize(
+    ("was", "stays"),
+    [
+        (fetching("n1", "Pending"), False),
+        (fetching("n1", "Pending", placed=True), True),
+        (fetching("n1", "Failed"), False),
+        (fetching("n1", "Running"), True),
+        (fetching("n1", "Succeeded"), True),
+        (fetching("n1", "Pending", terminating=True), True),
+    ],
+    ids=["waits", "begins", "failed", "runs", "has-it", "goes"],
+)
+def test_what_cannot_fetch_does_not_stay_on_a_node_that_gets_no_workers_any_more(was: FetchPod, stays: bool):
+    """A node was cordoned or given to others: its pod was Pending, or Failed, until the node itself was gone."""
+    there = replace(seen(fetching=(was,)), nodes=(node("n1", leaving=True),))
+    found = plan_prefetch(fleet(), there, NOW)
+    assert ([gone.reason for gone in found.delete], found.create) == ([] if stays else ["its node gets no workers now"], ())
+
+
 def test_a_node_with_a_ready_worker_has_it():
     worker = pod("w", node="n1", revision="aaaaaaaa")
     assert plan_prefetch(fleet(), seen("n1", pods=(worker,)), NOW).verdict == ("True", "Cached", "1 of 1 nodes have the model")
