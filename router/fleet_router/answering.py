@@ -210,7 +210,7 @@ class Answering(Metering):
         if worker is None:
             return
         if self._giver and context.table.pairs.breakers:
-            context.table.pairs.succeeded(self._giver, worker.uid, self.sent_at)
+            context.table.transferred(self._giver, worker.uid, self.sent_at)
         if worker.uid in context.table.workers:
             context.table.routing.index.add(self._keys, worker.uid)  # now it holds the prompt's KV
             if self._counted is not None and context.knowledge is not None:

@@ -336,6 +336,11 @@ class WorkerTable:
         ask.seen = []
         return self.routing.decide(ask.without_prefill(), steps, tier=tier, usable=usable)
 
+    def transferred(self, prefill: str, decode: str, sent_at: float) -> None:
+        """KV moved between these two. One of them may have left since it was asked for: nothing is counted of it any more."""
+        if prefill in self.workers and decode in self.workers:
+            self.pairs.succeeded(prefill, decode, sent_at)
+
     def transfer_failed(self, prefill: str, decode: str, now: float) -> None:
         """KV did not move between these two."""
         worker, partner = self.workers.get(prefill), self.workers.get(decode)

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from fleet_router.follow.liveness import TIMEOUT_S
-from fleet_router.health.breaker import FAILURES_MOST, PAIR_FAILURES_MOST
+from fleet_router.health.breaker import FAILURES_MOST, OPEN_FIRST_S, PAIR_FAILURES_MOST
 from fleet_router.health.budget import FIRST, SHARE
 from fleet_router.watching import not_there, watch
 from tests.fleet_router.fake_worker import FakeWorker, answer, stream
-from tests.fleet_router.rig import CONFIG, LONG, Rig, ask, run, until
+from tests.fleet_router.rig import CONFIG, LONG, Rig, answer_of, ask, http, run, until
 
 KV_ERROR = {"error": {"type": "KvTransferError"}}
 
@@ -111,6 +111,40 @@ def test_r8_a_pair_whose_kv_does_not_move_is_left_out_and_its_workers_serve():
         assert len(rig.context.table.pairs.out(rig.context.clock())) <= 1
 
     run(go, prefill=2, decode=2, config=msgspec.structs.replace(CONFIG, policy="kvAware"))
+
+
+@pytest.mark.parametrize("gone", ["prefill", "decode"])
+def test_kv_that_moved_to_or_from_a_worker_that_left_meanwhile_is_told_of_nobody(gone: str):
+    """Beside a pair that failed again it was noted, and /metrics answered 500 for five minutes: of whom is left nobody had a
+    name."""
+
+    async def go(rig: Rig) -> None:
+        goes_on = asyncio.Event()
+
+        async def waits(*_: Any) -> bool:
+            await goes_on.wait()
+            return False
+
+        (giver, another), (taker, other) = rig.prefill, rig.decode
+        rig.apply([giver], [taker])
+        taker.behave = waits
+        reader, writer, _ = await rig.connect()
+        writer.write(http(ask()))
+        await until(lambda: bool(taker.seen))
+        rig.apply(rig.prefill, rig.decode)
+        pairs, now = rig.context.table.pairs, rig.context.clock()
+        fails = (f"u{giver.port}", f"u{other.port}") if gone == "decode" else (f"u{another.port}", f"u{taker.port}")
+        for at in (now - OPEN_FIRST_S - 1, now):
+            while not pairs.failed(*fails, at):
+                pass
+        rig.apply(*(([giver], [other]) if gone == "decode" else ([another], [taker])))
+        goes_on.set()
+        assert (await answer_of(reader))[0] == 200
+        writer.write(http(b"", path="/metrics", method="GET"))
+        status, _, text = await answer_of(reader)
+        assert (status, b"fleet_router_pair_failing{" in text, b"fleet_router_pair_moved{" in text) == (200, True, False)
+
+    run(go, prefill=2, decode=2)
 
 
 def prefilled(port: int) -> Any:
