@@ -92,8 +92,7 @@ class Worker(Candidate):
         self.trouble.out -= not self.breaker.closed
         self.trouble = Trouble()  # requests that hold it may still tell of it
         self.pool.retire()
-        if self._reading is not None:
-            self._reading.retire()
+        self.reading().retire()  # also where nobody has read an answer yet: a request that holds it may be about to
 
     def expire_idle(self, now: float, idle_s: float) -> None:
         """Close connections that nobody has used for so long."""

@@ -12,7 +12,7 @@ from fleet_router.follow.documents import Documents
 from fleet_router.process import Router
 from fleet_wire.endpoints import Endpoint, Endpoints
 from tests.fleet_router.fake_worker import stream
-from tests.fleet_router.rig import CONFIG, Rig, answer_of, ask, http, run, until
+from tests.fleet_router.rig import CONFIG, LONG, Rig, answer_of, ask, http, run, until
 
 
 def told(rig: Rig, *workers: Endpoint) -> None:
@@ -97,6 +97,31 @@ def test_how_much_a_worker_holds_is_asked_again_when_it_joins_again(how: str, mo
         measuring.cancel()
 
     run(go, prefill=0, decode=1)
+
+
+def test_no_connection_is_left_to_a_worker_that_left_while_a_translated_request_was_prefilled():
+    """Answers that are read have connections of their own, made when the first is needed: these were kept for nobody, until the
+    worker closed them."""
+
+    async def go(rig: Rig) -> None:
+        goes_on, (prefill,), (decode,) = asyncio.Event(), rig.prefill, rig.decode
+
+        async def waits(*_: Any) -> bool:
+            await goes_on.wait()
+            return False
+
+        prefill.behave = waits
+        reader, writer, _ = await rig.connect()
+        asked = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": LONG}]}
+        writer.write(http(asked, path="/v1/messages"))
+        await until(lambda: bool(prefill.seen))
+        rig.apply([prefill], [])
+        goes_on.set()
+        await answer_of(reader)
+        assert len(decode.seen) == 1
+        await until(lambda: not decode.readers)
+
+    run(go)
 
 
 async def tokens(_address: str, _port: int) -> int:
