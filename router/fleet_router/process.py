@@ -128,7 +128,6 @@ class Router:
             self._take(documents)
 
     def _take(self, documents: Documents) -> None:
-        self._documents = documents
         config, table, before = documents.config, self._context.table, dict(self._context.table.workers)
         self._context.config, self._context.wanted = config, wanted_headers(config)
         table.update(documents.endpoints, self._clock(), config)
@@ -141,8 +140,9 @@ class Router:
         self._share.follow(table.workers, self._desk.accounts, table.routing, self._clock())
         if self._link is not None:
             self._link.follow(documents.endpoints.routers)
-        self._followed_at = self._clock()
-        self._problems.pop(ENDPOINTS, None)
+        if documents is not self._documents:  # for the sake of a stranger they are taken again, and nobody has said anything
+            self._documents, self._followed_at = documents, self._clock()
+            self._problems.pop(ENDPOINTS, None)
         self._journal.say("endpoints", workers=len(self._context.table.workers), policy=documents.config.policy)
 
     def _keeps(self, documents: Documents) -> bool:

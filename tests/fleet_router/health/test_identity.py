@@ -218,6 +218,22 @@ def test_r10_a_stranger_is_no_news_of_endpoints_that_name_nobody():
     run(go, prefill=0, decode=2)
 
 
+def test_r11_a_stranger_does_not_make_the_endpoints_new():
+    """Its place was left out by applying them again: their age began at 0, as if the API server had said something, and who is
+    woken for old ones was not, just when addresses go to other pods."""
+
+    async def go(rig: Rig) -> None:
+        await later(rig, 600.0)
+        rig.router.failed("nobody answers")
+        rig.router.stranger(rig.context.table.by_role["decode"][0].endpoint)
+        assert len(rig.context.table.by_role["decode"]) == 1
+        assert age_s(rig) >= 599.0
+        rig.apply([], rig.decode)
+        assert age_s(rig) < 1.0
+
+    run(go, prefill=0, decode=2)
+
+
 @pytest.mark.parametrize("raw", [b'{"uid":"\xff"}', b'{"a":' + b"[" * 5_000 + b"]" * 5_000 + b"}", b"{", b"[]", b""])
 def test_whoever_answers_nonsense_says_no_uid(raw: bytes):
     """Incident: text that is no UTF-8 ended the task that asks, and the router with it."""
