@@ -140,7 +140,10 @@ class Knowledge:
             elif self._tokeniser is None:
                 await self._read(endpoint, files, digest)
             else:
-                self._alike[endpoint.compat] = digest == self._digest and await self._agrees(self._tokeniser, endpoint)
+                tokeniser = self._tokeniser
+                alike = digest == self._digest and await self._agrees(tokeniser, endpoint)
+                if self._tokeniser is tokeniser:  # else it is gone meanwhile, and is read once more
+                    self._alike[endpoint.compat] = alike
             self._note_alike()
         finally:
             self._fetching = None

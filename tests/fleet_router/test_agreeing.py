@@ -128,3 +128,41 @@ def test_what_a_worker_makes_other_tokens_of_is_counted_by_nobody_here(folder: P
             files.close()
 
     asyncio.run(go())
+
+
+def test_workers_that_are_alone_when_they_have_said_what_they_make_have_the_tokenizer_read_for_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """An update: the last of the old workers left while one of the new ones was asked. The tokenizer went with the old ones, the
+    new ones were believed to have it, and no text was counted until the router began anew."""
+    host, asked, says = "127.85.0.6", asyncio.Event(), asyncio.Event()
+
+    async def slowly(*_: Any) -> Agreement:
+        asked.set()
+        await says.wait()
+        return Agreement(text=True, chat=True)
+
+    async def go() -> None:
+        server, knowledge = await agent(host, folder), Knowledge(time.monotonic, list[str]().append)
+        old, new = worker(host), msgspec.structs.replace(worker(host), uid="new", compat="d")
+        try:
+            knowledge.follow([(old, 1)])
+            knowledge.tick(time.monotonic() + 60.0)
+            await until(lambda: knowledge._fetching is None)
+            monkeypatch.setattr("fleet_router.knowledge.agreement", slowly)
+            knowledge.follow([(old, 1), (new, 2)])
+            knowledge.tick(time.monotonic() + 120.0)
+            await asked.wait()
+            knowledge.follow([(new, 2)])
+            knowledge.tick(time.monotonic() + 121.0)
+            says.set()
+            await until(lambda: knowledge._fetching is None)
+            knowledge.tick(time.monotonic() + 180.0)
+            await until(lambda: knowledge._fetching is None)
+            knowledge.believed.index.join("new", 2, "d")
+            assert await counted(knowledge, {"prompt": "Once upon a time"}) != NOT_KNOWN
+        finally:
+            await asyncio.to_thread(knowledge.stop)
+            server.close()
+
+    asyncio.run(go())
