@@ -80,9 +80,11 @@ async def _ask(name: bytes, path: bytes, wait_s: float) -> Answer | None:
         opened.connect(name)  # of a Unix socket: at once, or not at all
         async with asyncio.timeout(ASK_S + wait_s):
             reader, writer = await asyncio.open_unix_connection(sock=opened)
-            writer.write(path + b"\n")
-            raw = await reader.read(-1)
-            writer.close()
+            try:
+                writer.write(path + b"\n")
+                raw = await reader.read(-1)
+            finally:
+                writer.close()  # also when nobody waits any more: the socket is its own
     except (OSError, TimeoutError):
         opened.close()
         return None

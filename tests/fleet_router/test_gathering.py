@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 
 import pytest
+import uvloop
 
 from fleet_router.gathering import gathered
-from fleet_router.members import Answer, Member, serve
+from fleet_router.members import Answer, Member, ask_all, serve
 from fleet_router.process import Router, Settings
-from tests.fleet_router.rig import http
+from tests.fleet_router.rig import http, until
 
 FAMILY = secrets.token_hex(8)
 
@@ -40,6 +42,38 @@ def test_counters_of_half_the_processes_are_no_counters(there: bool, status: int
             await asyncio.gather(serving, return_exceptions=True)
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("loop", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("leaves", [True, False], ids=["nobody waits any more", "its time is over"])
+def test_a_question_that_nobody_waits_for_is_hung_up(leaves: bool, loop: Callable[..., None], monkeypatch: pytest.MonkeyPatch):
+    """Its connection was left open, for each scrape one at a process that hangs, and for each request that was held while the
+    operator listened: to the next sweep of Python's at best."""
+    monkeypatch.setattr("fleet_router.members.ASK_S", 0.05)
+    family = secrets.token_hex(8)
+
+    async def go() -> None:
+        asked, hung_up = asyncio.Event(), asyncio.Event()
+
+        async def hangs(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readline()
+            asked.set()
+            await reader.read()
+            hung_up.set()
+            writer.close()
+
+        mine, other = (Member.parse(f"{index}/2/{family}") for index in (0, 1))
+        server = await asyncio.start_unix_server(hangs, other.name("ask").decode())
+        question = asyncio.create_task(ask_all(mine, b"/held", 30.0 if leaves else 0.0))
+        await asked.wait()
+        if leaves:
+            question.cancel()
+        await asyncio.wait({question})
+        assert question.cancelled() or question.result() == [None]
+        await until(hung_up.is_set)
+        server.close()
+
+    loop(go())
 
 
 @pytest.mark.parametrize("query", ["", "?limit=5", "?id=nobody"])
