@@ -211,7 +211,7 @@ class Answering(Metering):
             return
         if self._giver and context.table.pairs.breakers:
             context.table.transferred(self._giver, worker.uid, self.sent_at)
-        if worker.uid in context.table.workers:
+        if context.table.workers.get(worker.uid) is worker:  # one of its uid may be at another place, with a cache of its own
             context.table.routing.index.add(self._keys, worker.uid)  # now it holds the prompt's KV
             if self._counted is not None and context.knowledge is not None:
                 context.knowledge.answered(worker.uid, self._counted)

@@ -53,6 +53,33 @@ def test_a_pod_with_its_old_uid_and_a_new_address_is_asked_there():
     run(go, prefill=0, decode=2)
 
 
+def test_what_is_answered_at_the_old_address_is_not_cached_at_the_new_one():
+    """The worker of that uid was believed to hold a prompt's KV that its pod had lost with its node."""
+
+    async def go(rig: Rig) -> None:
+        goes_on, (old, new) = asyncio.Event(), rig.decode
+
+        async def waits(*_: Any) -> bool:
+            await goes_on.wait()
+            return False
+
+        old.behave = waits
+        one, index = known(rig), rig.context.table.routing.index
+        told(rig, one)
+        reader, writer, _ = await rig.connect()
+        writer.write(http(ask()))
+        await until(lambda: bool(old.seen))
+        told(rig, msgspec.structs.replace(one, http_port=new.port))
+        goes_on.set()
+        assert (await answer_of(reader))[0] == 200
+        assert index.entries == 0
+        writer.write(http(ask()))
+        assert (await answer_of(reader))[0] == 200
+        assert index.entries > 0
+
+    run(go, prefill=0, decode=2)
+
+
 async def stream_end(writer: asyncio.StreamWriter) -> None:
     writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
     await writer.drain()
