@@ -237,16 +237,16 @@ class Flow(Hedging):
 
     def _goes_on_with(self, prefill: Worker, decode: Worker, reference: bytes | None, body: bytes) -> None:
         """The prompt's KV is there, or its engine hands none over."""
-        now = self._context.clock()
+        context, now = self._context, self._context.clock()
         prefill.answers(self.sent_at, now)
         prefill.breaker.succeeded()
         self.record.prefilled(now)
         if self._trip is not None:
             self._trip.prefilled(now)
-        if self._counted is not None and self._context.knowledge is not None:
-            self._context.knowledge.answered(prefill.uid, self._counted)
+        if self._counted is not None and context.knowledge is not None and context.table.workers.get(prefill.uid) is prefill:
+            context.knowledge.answered(prefill.uid, self._counted)
         if (tokens := prompt_tokens_of(body)) > 0:
-            self._context.table.measured(self._ask.prompt, tokens)
+            context.table.measured(self._ask.prompt, tokens)
         if reference is not None and (lease := lease_of(reference)) is not None:
             self._lease = (prefill, lease)
         prefill.read_once = reference is not None and self._lease is None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
+from fleet_router.ask import Hints
 from fleet_router.follow.documents import Documents
+from fleet_router.knowledge import NOT_KNOWN, Counted
 from fleet_router.process import Router
 from fleet_wire.endpoints import Endpoint, Endpoints
 from tests.fleet_router.fake_worker import stream
@@ -78,6 +80,48 @@ def test_what_is_answered_at_the_old_address_is_not_cached_at_the_new_one():
         assert index.entries > 0
 
     run(go, prefill=0, decode=2)
+
+
+def test_who_has_moved_owes_no_events_of_what_was_prefilled_at_the_old_address(monkeypatch: pytest.MonkeyPatch):
+    """It was not believed any more until it spoke, for it had computed nothing that it could have told of."""
+
+    async def go(rig: Rig) -> None:
+        goes_on, (prefill,), (decode,), owes = asyncio.Event(), rig.prefill, rig.decode, list[str]()
+
+        async def waits(*_: Any) -> bool:
+            await goes_on.wait()
+            return False
+
+        prefill.behave = waits
+        (one,) = (worker.endpoint for worker in rig.context.table.by_role["prefill"])
+        rig.context.knowledge = cast("Any", Told(owes))
+        reader, writer, _ = await rig.connect()
+        writer.write(http(ask()))
+        await until(lambda: bool(prefill.seen))
+        monkeypatch.setattr(rig.router, "_know_caches", lambda _config: None)
+        told(rig, msgspec.structs.replace(one, http_port=1), known(rig))
+        goes_on.set()
+        assert (await answer_of(reader))[0] == 200
+        assert owes == [f"u{decode.port}"]
+        rig.context.knowledge = None
+
+    run(go)
+
+
+class Told:
+    """Knows no prompt, and who was believed to have computed one."""
+
+    def __init__(self, owes: list[str]) -> None:
+        self._owes = owes
+
+    def count(self, *_: Any) -> Counted:
+        return NOT_KNOWN
+
+    def hints(self, _counted: Counted, hints: Hints) -> Hints:
+        return hints
+
+    def answered(self, worker: str, _counted: Counted) -> None:
+        self._owes.append(worker)
 
 
 async def stream_end(writer: asyncio.StreamWriter) -> None:
