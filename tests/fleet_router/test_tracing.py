@@ -17,7 +17,7 @@ from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from fleet_router.config import RouterConfig, TraceConfig
-from fleet_router.explain.export import Exporter, headers_of
+from fleet_router.explain.export import Exported, Exporter, headers_of
 from fleet_router.explain.trace import Trace, read
 from tests.fleet_router.fake_worker import answer, stream
 from tests.fleet_router.rig import CONFIG, Rig, ask, http, run, until
@@ -239,10 +239,24 @@ def test_a_collector_that_is_gone_costs_spans_and_is_counted():
     run(go, config=msgspec.structs.replace(CONFIG, traces=TraceConfig(endpoint="http://127.0.0.1:9", sample=1.0)))
 
 
+def test_what_was_counted_of_one_collector_counts_on_for_the_next():
+    """A counter fell with each change of the configuration: of several processes together rates saw spans that nobody sent."""
+    gone = TraceConfig(endpoint="http://127.0.0.1:9", sample=1.0)
+
+    async def go(rig: Rig) -> None:
+        await rig.post(ask(prompt="short"))
+        await until(lambda: b'traced_requests_total{result="dropped"} 1' in rig.router.plain(b"/metrics")[2])
+        for traces in (msgspec.structs.replace(gone, sample=0.5), TraceConfig()):
+            rig.apply(rig.prefill, rig.decode, msgspec.structs.replace(CONFIG, traces=traces))
+            assert b'traced_requests_total{result="dropped"} 1' in rig.router.plain(b"/metrics")[2]
+
+    run(go, config=msgspec.structs.replace(CONFIG, traces=gone))
+
+
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:99999", "http://127.0.0.1:x", "http://a..b:1"])
 def test_a_collector_whose_address_is_none_costs_spans_and_is_counted(endpoint: str):
     """The thread ended of it: nothing was dropped, until the queue was full of what nobody would send."""
-    exporter = Exporter(TraceConfig(endpoint=endpoint), "f", lambda: 0.0)
+    exporter = Exporter(TraceConfig(endpoint=endpoint), "f", lambda: 0.0, Exported())
     assert exporter._post_once(b"") == 0
 
 
@@ -253,11 +267,11 @@ def test_a_busy_collector_is_asked_again_and_a_full_queue_drops():
             exporter = rig.context.recorder.exporter
             assert exporter is not None
             await rig.post(ask(prompt="short"))
-            await until(lambda: exporter.sent == 1)
-            assert exporter.failed == 2
+            await until(lambda: rig.context.recorder.exported.sent == 1)
+            assert rig.context.recorder.exported.failed == 2
             exporter._waiting.extend([None] * 1)  # type: ignore[list-item]
             await rig.post(ask(prompt="short"))
-            assert exporter.dropped == 1
+            assert rig.context.recorder.exported.dropped == 1
             exporter._waiting.clear()
 
         run(go, config=traced(at, sample=1.0, queue=1))

@@ -37,10 +37,20 @@ def headers_of(text: str) -> dict[str, str]:
     return {unquote(name).strip(): unquote(value).strip() for name, _, value in pairs}
 
 
+class Exported:
+    """Counts of a process, whatever collectors it had."""
+
+    __slots__ = ("dropped", "failed", "sent")
+
+    def __init__(self) -> None:
+        self.sent = self.dropped = self.failed = 0
+        """Requests whose spans were sent; dropped because the queue was full or the collector refused; attempts that failed."""
+
+
 class Exporter:
     """One per process and collector."""
 
-    def __init__(self, config: TraceConfig, service: str, clock: Callable[[], float]) -> None:
+    def __init__(self, config: TraceConfig, service: str, clock: Callable[[], float], counts: Exported) -> None:
         self._config, self._service, self._clock = config, service, clock
         self._waiting: deque[tuple[Record, Trace]] = deque()
         self._wake = threading.Event()
@@ -48,8 +58,7 @@ class Exporter:
         self._instance = socket.gethostname()
         self._headers = headers_of(os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", ""))
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
-        self.sent = self.dropped = self.failed = 0
-        """Requests whose spans were sent; dropped because the queue was full or the collector refused; attempts that failed."""
+        self._counts = counts
 
     def start(self) -> None:
         """Begin to send."""
@@ -60,7 +69,7 @@ class Exporter:
         if record.trace is None:
             return
         if len(self._waiting) >= self._config.queue:
-            self.dropped += 1
+            self._counts.dropped += 1
             return
         self._waiting.append((record, record.trace))
         if len(self._waiting) >= BATCH:
@@ -88,9 +97,9 @@ class Exporter:
             epoch_ns = time.time_ns() - int(self._clock() * 1e9)
             body = request_of(batch, self._service, self._instance, epoch_ns)
             if self._post(body):
-                self.sent += len(batch)
+                self._counts.sent += len(batch)
             else:
-                self.dropped += len(batch)
+                self._counts.dropped += len(batch)
 
     def _post(self, body: bytes) -> bool:
         """True when the collector took it. Tried again after 0.1 and 0.2 s, unless it says that it never will."""
@@ -98,7 +107,7 @@ class Exporter:
             status = self._post_once(body)
             if 200 <= status < 300:
                 return True
-            self.failed += 1
+            self._counts.failed += 1
             if (status and status not in AGAIN) or self._stopping:
                 return False
             if number < TRIES - 1:

@@ -15,7 +15,7 @@ from fleet_router.admission.gate import Ticket
 from fleet_router.ask import Ask
 from fleet_router.config import ExplainBounds, RouterConfig, TraceConfig
 from fleet_router.errors import RequestError, remembered
-from fleet_router.explain.export import Exporter
+from fleet_router.explain.export import Exported, Exporter
 from fleet_router.explain.inference_metrics import Counts
 from fleet_router.explain.journal import Journal
 from fleet_router.explain.record import Ended, Record
@@ -49,6 +49,7 @@ class Recorder:
         self._journal = journal
         self.counts = Counts()
         self.exporter: Exporter | None = None
+        self.exported = Exported()
         self.running: set[Record] = set()
         self.smooth: deque[Record] = deque(maxlen=self._bounds.records)
         self.troubled: deque[Record] = deque(maxlen=self._bounds.troubled)
@@ -67,7 +68,7 @@ class Recorder:
             self._rate = Bucket(traces.per_second, traces.per_second)
             if self.exporter is not None:
                 self.exporter.stop()
-            self.exporter = Exporter(traces, service, self._clock) if traces.endpoint else None
+            self.exporter = Exporter(traces, service, self._clock, self.exported) if traces.endpoint else None
             if self.exporter is not None:
                 self.exporter.start()
 
@@ -151,12 +152,8 @@ class Recorder:
         return out + self.counts.lines(config.served_name, config.fleet, running, ready, index_keys, waiting)
 
     def _traced(self) -> dict[str, int]:
-        one = self.exporter
-        return (
-            {"sent": 0, "dropped": 0, "failed": 0}
-            if one is None
-            else {"sent": one.sent, "dropped": one.dropped, "failed": one.failed}
-        )
+        told = self.exported
+        return {"sent": told.sent, "dropped": told.dropped, "failed": told.failed}
 
     def _now_ns(self) -> int:
         return int(self._clock() * 1e9)
