@@ -241,10 +241,7 @@ def test_a_claim_that_could_not_be_released_is_released_later():
     """The API could not answer at that moment: the namespace stayed ours for every other installation, until we began anew."""
 
     async def scenario(store: MemoryCluster) -> None:
-        class Busy:
-            def __getattr__(self, name: str):
-                return getattr(store, name)
-
+        class Busy(Deaf):
             async def delete(self, *where: object, **options: object) -> None:
                 raise UnavailableError("not now")
 
@@ -253,7 +250,7 @@ def test_a_claim_that_could_not_be_released_is_released_later():
         running = asyncio.create_task(a.run())
         a.owns("x")
         await until(lambda: a.owns("x"))
-        a._cluster = Busy()  # type: ignore[assignment]
+        a._cluster = Busy(store)  # type: ignore[assignment]
         await store.apply(namespace("x", team="b"))
         await until(lambda: not a.owns("x"))
         await a.audit_labels()
