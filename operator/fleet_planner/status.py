@@ -22,7 +22,7 @@ from fleet_planner.gang import workers_of
 from fleet_planner.healing import UNHURT, Healing
 from fleet_planner.money import beyond, cost_left, cost_now, exact, may_hold, purse_of
 from fleet_planner.peerkey import peer_key, pending
-from fleet_planner.ratio import Pair, bounds_of, project, within
+from fleet_planner.ratio import bounds_of, project, within
 from fleet_planner.replicas import Replica
 from fleet_planner.revisions import TierPlan
 from fleet_planner.roles import ROLES, Role
@@ -335,16 +335,14 @@ def _capacity(fleet: InferenceFleet, views: Sequence[TierView], observed: Observ
     queued = [words for view in views if (words := _queued(view, observed))]
     if queued:
         return "True", "Queued", "; ".join(queued)
-    taken = [(view.tier, devices((view.decision.prefill, view.decision.decode), _gpus(view, observed))) for view in views]
-    if over := beyond(purse_of(fleet), taken):
+    if over := beyond(purse_of(fleet), [(view.tier, _devices(view, observed)) for view in views]):
         return "False", "BeyondBudget", over
     return "False", "Sufficient", "every pod found a node"
 
 
-def _gpus(view: TierView, observed: Observed) -> Pair:
-    """Devices of a prefill and of a decode worker."""
-    template = observed.templates.get(view.tier.name)
-    return (1, 1) if template is None else template.gpus
+def _devices(view: TierView, observed: Observed) -> int:
+    """That the tier's workers are to have."""
+    return devices((view.decision.prefill, view.decision.decode), observed.templates[view.tier.name].gpus)
 
 
 def _missing(views: Sequence[TierView], stuck: Sequence[ObservedPod]) -> str:
