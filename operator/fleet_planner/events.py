@@ -43,6 +43,7 @@ SEVERE: Final = frozenset(
         "PrefetchFailed",
         "ProgressDeadlineExceeded",
         "QuotaExceeded",
+        "RdmaEmulated",
         "RoleMismatch",
         "RolledBack",
         "SourceFailed",

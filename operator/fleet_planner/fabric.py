@@ -10,6 +10,12 @@ from fleet_planner.types import KvProof, TierTelemetry, TransportSeen, Verdict
 NOT_MOVING_ANSWERS = 10
 """Answers without any transfer after which KV does not move: one reading may catch a few whose transfer is not counted yet."""
 MAX_PODS = 3
+CALLED: Mapping[str, str] = {"none": "no transport that works", "emulated": "RDMA by name, whose every byte the CPUs copy"}
+WHY: Mapping[str, str] = {
+    "none": "; their log says why",
+    "emulated": "; the NIC does not reach the memory that KV lies in: see to GPUDirect RDMA (nvidia_peermem, or dma-buf) and to "
+    "the NIC's driver",
+}
 NOBODY: Mapping[str, Verdict] = {}
 LATE = (
     "times a decode worker told of KV that it had read after its lease had ended: others may have had the blocks by then, and "
@@ -77,8 +83,10 @@ def transport_verified(tiers: Sequence[tuple[TierSpec, TierTelemetry | None]]) -
             words = _words(tier, wrong, len(seen))
             if asked == "rdma" and all(worker.memlock_bytes is not None for worker in wrong):
                 return "False", "MemlockTooSmall", words
-            slow = all(worker.transport == "tcp" for worker in wrong)
-            return "False", "TcpFallback" if slow else "Mismatch", words
+            used = {worker.transport for worker in wrong}
+            if used == {"emulated"}:
+                return "False", "RdmaEmulated", words
+            return "False", "TcpFallback" if used == {"tcp"} else "Mismatch", words
     if len(told) < len(tiers):
         return "Unknown", "NoData", "no worker has told yet which transport it uses"
     return "True", "Verified", "; ".join(_used(tier, seen) for tier, seen in told)
@@ -90,11 +98,11 @@ def _fits(asked: str, used: str) -> bool:
 
 def _words(tier: TierSpec, wrong: Sequence[TransportSeen], workers: int) -> str:
     asked, names = tier.kv_transfer.transport, ", ".join(worker.pod for worker in wrong[:MAX_PODS])
-    used = ", ".join(sorted({"no transport that works" if w.transport == "none" else w.transport for w in wrong}))
+    used = ", ".join(sorted({CALLED.get(worker.transport, worker.transport) for worker in wrong}))
     serving = "; they do not serve, because it is required" if tier.kv_transfer.required else ""
     more = " and others" if len(wrong) > MAX_PODS else ""
     words = f"tier {tier.name} asks for {asked}, but {len(wrong)} of {workers} workers use {used}: {names}{more}{serving}"
-    why = "; their log says why" if any(worker.transport == "none" for worker in wrong) else ""
+    why = "".join(words for used, words in WHY.items() if any(worker.transport == used for worker in wrong))
     return words + why + (_locked(wrong) if asked == "rdma" else "")
 
 
@@ -110,7 +118,7 @@ def _locked(wrong: Sequence[TransportSeen]) -> str:
 
 def _used(tier: TierSpec, seen: Sequence[TransportSeen]) -> str:
     """Names and bandwidth; the latter as the slowest probe measured it."""
-    names = ", ".join(sorted({worker.transport for worker in seen}))
+    names = ", ".join(sorted({CALLED.get(worker.transport, worker.transport) for worker in seen}))
     speeds = [worker.gbps for worker in seen if worker.gbps is not None]
     probed = f", {min(speeds):.0f} Gb/s or more inside a pod" if speeds else ""
     return f"tier {tier.name}: {len(seen)} workers use {names}{probed}"

@@ -187,7 +187,8 @@ class KvProof:
 
 @dataclass(frozen=True, slots=True)
 class TransportSeen:
-    """What one worker says about its transport: "tcp", "shm", "rdma", or "none" when nothing worked."""
+    """What one worker says about its transport: "tcp", "shm", "rdma", "emulated" (RDMA's lanes, the CPUs' work), or "none" when
+    nothing worked."""
 
     pod: str
     transport: str

@@ -41,6 +41,10 @@ RDMA = {"transport": "rdma", "resource": "rdma/ib"}
         ({"transport": "tcp"}, seen("shm"), "False", "Mismatch"),
         ({}, seen("tcp", "shm"), "True", "Verified"),
         ({}, seen("none"), "False", "Mismatch"),
+        (RDMA, seen("emulated", "rdma"), "False", "RdmaEmulated"),
+        (RDMA, seen("emulated", "tcp"), "False", "Mismatch"),
+        (RDMA, limited(65_536, word="emulated"), "False", "MemlockTooSmall"),
+        ({}, seen("emulated"), "True", "Verified"),
         (RDMA, limited(65_536, 4_096), "False", "MemlockTooSmall"),
         (RDMA, limited(65_536, None), "False", "TcpFallback"),
         (RDMA, limited(65_536, word="none"), "False", "MemlockTooSmall"),
@@ -56,6 +60,14 @@ def test_the_words_name_tier_workers_and_what_required_means():
     message = transport_verified([(tier(**RDMA, required=True), seen("rdma", "tcp", "tcp"))])[2]
     assert message == "tier t asks for rdma, but 2 of 3 workers use tcp: p1, p2; they do not serve, because it is required"
     assert transport_verified([(tier(**RDMA), seen("rdma"))])[2] == "tier t: 1 workers use rdma, 10 Gb/s or more inside a pod"
+
+
+def test_rdma_by_name_only_is_told_with_what_to_see_to():
+    """The NIC of a node without nvidia_peermem: 200s, RDMA's lanes, a hundredth of its speed, and TransportVerified was True."""
+    message = transport_verified([(tier(**RDMA), seen("rdma", "emulated"))])[2]
+    assert message.startswith("tier t asks for rdma, but 1 of 2 workers use RDMA by name, whose every byte the CPUs copy: p1; ")
+    assert "GPUDirect RDMA (nvidia_peermem, or dma-buf)" in message
+    assert "whose every byte the CPUs copy" in transport_verified([(tier(), seen("emulated"))])[2], "auto takes it, and says it"
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "KvReadLate": ("Disaggregating", "False", "Warning", "Warning"),
     "Loading": ("AdaptersLoaded", "False", "", ""),
     "MemlockTooSmall": ("TransportVerified", "False", "Warning", "Warning"),
+    "RdmaEmulated": ("TransportVerified", "False", "Warning", "Warning"),
     "Mismatch": ("TransportVerified", "False", "Warning", "Warning"),
     "NameConflict": ("Provisioned", "False", "", ""),  # by its problem
     "NoData": ("TelemetryFresh", "Unknown", "", "Warning"),

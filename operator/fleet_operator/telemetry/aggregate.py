@@ -49,7 +49,7 @@ METRICS = frozenset(
 )
 """Every metric that anything here reads."""
 UNWATCHED = KvWatch()
-SLOWEST_FIRST = ("none", "tcp", "rdma", "shm")
+SLOWEST_FIRST = ("none", "tcp", "emulated", "rdma", "shm")
 LOAD_LIMIT = 1e6
 """More requests at once than any one engine or router holds: who says so is not believed, and counts as not read."""
 LATENCY_LIMIT_S = 86_400.0

@@ -19,6 +19,9 @@ def table(endpoint: str, operation: str, *rows: str, process: int = 7) -> list[s
 
 
 READ = "remote memory read by ucp_get*(multi) into host memory from host"
+GPUS = "remote memory read by ucp_get*(multi) into cuda/GPU0 from cuda/dev[1]"
+"""As an H100 said it, and its rows with tcp and cuda_ipc; srd's is of openucx/ucx#10950."""
+STAGED = "cuda_copy, fenced write to remote, frag host, cuda_copy, frag host"
 TCP = table("intra-node cfg#1", READ, "software emulation | tcp/lo")
 
 
@@ -35,6 +38,19 @@ TCP = table("intra-node cfg#1", READ, "software emulation | tcp/lo")
         (table("self cfg#0", READ, "zero-copy | tcp/lo"), None),
         (table("inter-node cfg#1", "active message by ucp_am_send* from host memory", "zero-copy | tcp/eth0"), None),
         (TCP + table("inter-node cfg#2", READ, "zero-copy | rc_mlx5/mlx5_0:1"), "tcp"),
+        (table("inter-node cfg#3", GPUS, "software emulation | srd/rdmap135s0:1"), "emulated"),
+        (table("inter-node cfg#3", GPUS, "zero-copy | rc_mlx5/mlx5_0:1", "software emulation | rc_mlx5/mlx5_0:1"), "emulated"),
+        (TCP + table("inter-node cfg#3", GPUS, "software emulation | srd/rdmap135s0:1"), "tcp"),
+        (
+            [
+                line.replace("0..inf", "0..1651")
+                for line in table("inter-node cfg#3", GPUS, "software emulation | srd/rdmap1s0:1")
+            ],
+            "rdma",
+        ),
+        (table("intra-node cfg#2", GPUS, "software emulation | tcp/lo"), "tcp"),
+        (table("intra-node cfg#2", GPUS, "zero-copy   | cuda_ipc/cuda"), "shm"),
+        (table("intra-node cfg#1", GPUS, f"(?) rndv using pipeline {STAGED} | 52% on tcp/lo and 48% on tcp/eth0"), "tcp"),
     ],
 )
 def test_the_slowest_lane_of_reads_counts(lines: list[str], transport: str | None):
