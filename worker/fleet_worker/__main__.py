@@ -22,8 +22,10 @@ def main() -> int:
     from fleet_worker.agent.follower import Follower
     from fleet_worker.agent.identity import read_identity
     from fleet_worker.agent.logpump import unheld
+    from fleet_worker.transfer.transport import ucx_environment
 
     async def run() -> int:
+        os.environ.update(ucx_environment("auto", False, os.environ))  # what the pod says, as NIXL takes it on this node
         config, identity = read_identity(os.environ)
         return await (Follower if identity.member > 0 else Agent)(config, identity).run()
 

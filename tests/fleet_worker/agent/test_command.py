@@ -34,7 +34,8 @@ def option(argv: tuple[str, ...], name: str) -> str:
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_vllm_gets_its_kv_role_lease_and_addresses(role: str, has_gpu: bool):
     given = config(role=role, engine="vllm", kv=KvSettings(lease_s=12.0, cache_bytes=1), engine_args=("--dtype", "float32"))
-    command = engine_command(given, Place("/m", "127.1.2.3", "/v/vllm", "/scratch", has_gpu))
+    place = Place("/m", "127.1.2.3", "/v/vllm", "/scratch", has_gpu, {"UCX_TCP_TX_SEG_SIZE": "256k"})
+    command = engine_command(given, place)
     transfer = json.loads(option(command.argv, "--kv-transfer-config"))
     events = json.loads(option(command.argv, "--kv-events-config"))
     assert command.argv[:3] == ("/v/vllm", "serve", "/m")
@@ -48,7 +49,8 @@ def test_vllm_gets_its_kv_role_lease_and_addresses(role: str, has_gpu: bool):
     assert command.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.1.2.3"
     assert command.env["VLLM_RPC_BASE_PATH"] == "/scratch"
     assert command.env.get("VLLM_CPU_KVCACHE_SPACE") == (None if has_gpu else "1")
-    assert command.defaults == UCX_TELLS | ({} if has_gpu else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    own = {} if has_gpu else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    assert command.defaults == UCX_TELLS | {"UCX_TCP_TX_SEG_SIZE": "256k"} | own
     assert command.argv[-2:] == ("--dtype", "float32")
 
 

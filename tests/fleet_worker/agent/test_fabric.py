@@ -138,6 +138,9 @@ def test_the_probe_looks_beyond_the_node_when_rdma_is_asked():
     assert "sm" in probe_environment(KvSettings(transport="shm"), {})["UCX_TLS"].split(",")
     assert probe_environment(RDMA, {"UCX_TLS": "rc,sm,cuda_copy"})["UCX_TLS"] == "rc,cuda_copy"
     assert probe_environment(KvSettings(), {})["UCX_TLS"] == "all"
+    assert probe_environment(KvSettings(transport="tcp"), {}, nvidia=True)["UCX_TLS"] == "tcp,self,cuda_copy"
+    assert probe_environment(RDMA, {"UCX_TLS": "rc,sm,tcp"}, nvidia=True)["UCX_TLS"] == "rc,tcp,cuda_copy"
+    assert probe_environment(KvSettings(), {"UCX_TCP_RX_SEG_SIZE": "8k"})["UCX_TCP_RX_SEG_SIZE"] == "8k", "the pod's own wins"
 
 
 @pytest.mark.parametrize("out", ["", "{}", "no json", '{"gbps": null}', "[1]"])

@@ -21,7 +21,7 @@ from fleet_worker.agent import life as rules
 from fleet_worker.agent.adapters import AdapterKeeper, wished_at_start
 from fleet_worker.agent.admin import AdminServer, build_app, build_server
 from fleet_worker.agent.alone import alone
-from fleet_worker.agent.command import Place, events_socket, replay_socket, sees_gpu
+from fleet_worker.agent.command import Place, events_socket, replay_socket, sees_gpu, ucx_told
 from fleet_worker.agent.engine_client import EngineClient
 from fleet_worker.agent.errors import ConfigError, EngineDiedError, GroupLostError
 from fleet_worker.agent.exposition import Own, exposition
@@ -406,6 +406,7 @@ class Agent:
             vllm=find_vllm() if self._config.engine == "vllm" else "",
             scratch=self._scratch.name,
             has_gpu=sees_gpu(),
+            ucx=ucx_told(os.environ),
             token=self._token,
             member=self._identity.member,
             master=master,

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from fleet_worker.agent.errors import ConfigError
 from fleet_worker.config import CONFIG_ENV, ENGINE_TOKEN_ENV, POD_IP_ENV, AdapterSettings, WorkerConfig, encode
+from fleet_worker.transfer.transport import ucx_defaults
 
 MODEL_PATH_ENV = "FLEET_MODEL_PATH"
 GIB = 1024**3
@@ -69,6 +70,8 @@ class Place:
     vllm: str = ""
     scratch: str = ""
     has_gpu: bool = False
+    ucx: Mapping[str, str] = field(default_factory=dict)
+    """What UCX is told where the pod's environment says nothing."""
     token: str = ""
     """What the torch engine wants to see before it changes its adapters."""
     member: int = 0
@@ -82,6 +85,11 @@ def sees_gpu(devices: Path = DEVICES) -> bool:
     return any((devices / name).exists() for name in DRIVERS)
 
 
+def ucx_told(environment: Mapping[str, str], devices: Path = DEVICES) -> dict[str, str]:
+    """What makes UCX faster with what this container has."""
+    return ucx_defaults(environment, (devices / DRIVERS[0]).exists())
+
+
 def engine_command(config: WorkerConfig, place: Place) -> EngineCommand:
     """The engine's process."""
     return torch_command(config, place) if config.engine == "torch" else vllm_command(config, place)
@@ -90,7 +98,8 @@ def engine_command(config: WorkerConfig, place: Place) -> EngineCommand:
 def torch_command(config: WorkerConfig, place: Place) -> EngineCommand:
     """Our engine is a module of this distribution and reads the same configuration."""
     env = {MODEL_PATH_ENV: place.model_path, CONFIG_ENV: encode(config), POD_IP_ENV: place.pod_ip, ENGINE_TOKEN_ENV: place.token}
-    return EngineCommand((sys.executable, "-m", "fleet_worker.engine"), env, UCX_TELLS, signal.SIGINT)  # SIGTERM drains
+    argv = (sys.executable, "-m", "fleet_worker.engine")
+    return EngineCommand(argv, env, {**UCX_TELLS, **place.ucx}, signal.SIGINT)  # SIGTERM drains
 
 
 def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
@@ -121,9 +130,9 @@ def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         argv += vllm_adapters(config.adapters, place.has_gpu)
     if place.has_gpu:
-        return EngineCommand((*argv, *config.engine_args), env, UCX_TELLS)
+        return EngineCommand((*argv, *config.engine_args), env, {**UCX_TELLS, **place.ucx})
     env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-config.kv.cache_bytes // GIB)))
-    return EngineCommand((*argv, "--enforce-eager", *config.engine_args), env, {**UCX_TELLS, **VLLM_CPU_DEFAULTS})
+    return EngineCommand((*argv, "--enforce-eager", *config.engine_args), env, {**UCX_TELLS, **place.ucx, **VLLM_CPU_DEFAULTS})
 
 
 def check_names(words: Sequence[str]) -> None:

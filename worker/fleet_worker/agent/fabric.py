@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fleet_wire.unreadable import UNREADABLE
+from fleet_worker.agent.command import ucx_told
 from fleet_worker.agent.supervise import die_with, end_guard, start_guard
-from fleet_worker.config import KvSettings, ucx_transports
+from fleet_worker.config import KvSettings
 from fleet_worker.segments import make
-from fleet_worker.transfer.transport import has_rdma_device
+from fleet_worker.transfer.transport import has_rdma_device, ucx_environment
 from fleet_worker.transfer.ucxlog import Transport, UcxReport
 
 PROBE = (sys.executable, "-m", "fleet_worker.transfer.probe")
@@ -38,12 +39,14 @@ class Fabric:
     error: str = ""
 
 
-def probe_environment(settings: KvSettings, environment: Mapping[str, str]) -> dict[str, str]:
-    """The pod's UCX settings, without shared memory where rdma is asked for: between two processes of one pod it would win."""
-    allowed = environment.get("UCX_TLS") or ucx_transports(settings.transport, required=settings.required) or "all"
+def probe_environment(settings: KvSettings, environment: Mapping[str, str], nvidia: bool | None = None) -> dict[str, str]:
+    """The pod's UCX settings, without shared memory where rdma is asked for: between two processes of one pod it would win.
+    `nvidia`: as ucx_environment has it."""
+    chosen = {**environment, **ucx_environment(settings.transport, settings.required, environment, nvidia)}
+    allowed = chosen.get("UCX_TLS", "all")
     if settings.transport == "rdma":
         allowed = ",".join(name for name in allowed.split(",") if name not in ("sm", "shm", "posix", "sysv", "cma"))
-    return {**environment, "UCX_TLS": allowed, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": "stderr"}
+    return {**ucx_told(chosen), **environment, "UCX_TLS": allowed, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": "stderr"}
 
 
 async def probe(settings: KvSettings) -> Fabric:
