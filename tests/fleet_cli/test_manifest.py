@@ -12,6 +12,7 @@ from fleet_cli.errors import InputError
 from fleet_cli.main import main
 from fleet_cli.manifest import MAX_MANIFEST_BYTES, read_manifest
 from fleet_cli.up.command import as_new
+from fleet_cli.up.local import LocalFleet
 
 GOOD = {
     "apiVersion": "inferencefleet.io/v1alpha1",
@@ -236,3 +237,13 @@ def test_odd_scalars_get_one_clear_line(written, text, words):
         read_manifest(written(text + "\n"))
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_null_is_absent_from_what_fleet_up_runs(written, tmp_path):
+    """`prefill:` with nothing behind it is valid, as for the API server; `fleet up` ended with a traceback."""
+    accelerator = {"type": "gpu", "resource": None}
+    tier = {"name": "a", "accelerator": accelerator, "prefill": None, "decode": {}, "kvTransfer": None}
+    whole = {**GOOD, "metadata": {"name": "good", "labels": None}, "spec": {**GOOD["spec"], "tiers": [tier]}}
+    manifest = as_new(read_manifest(written(yaml.safe_dump(whole))))
+    assert manifest["spec"]["tiers"] == [{"name": "a", "accelerator": {"type": "gpu"}, "decode": {}}]
+    LocalFleet(manifest=manifest, state_dir=tmp_path, port=1, claims={})

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet_api.parse import parse_fleet
+from fleet_api.structure import normalised
 from fleet_api.v1alpha1 import InferenceFleet, KvStatus
 from fleet_cli.errors import EXIT_KILLED, EXIT_OK, RunError
 from fleet_cli.manifest import check, read_manifest
@@ -82,8 +83,9 @@ def _manifest(options: UpOptions, screen: Screen) -> dict[str, Any]:
 
 
 def as_new(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest as it creates a fleet: what a server writes (`kubectl get -o yaml` shows it) is not wanted state, and foreign
-    finalizers or owners would keep the fleet from going or make it go."""
+    """The manifest as it creates a fleet: null is absent, what a server writes (`kubectl get -o yaml` shows it) is not wanted
+    state, and foreign finalizers or owners would keep the fleet from going or make it go."""
+    manifest = normalised(manifest)
     written = manifest["metadata"]
     kept = {key: written[key] for key in ("name", "labels", "annotations") if written.get(key) is not None}
     metadata = {**kept, "namespace": written.get("namespace") or "default"}
