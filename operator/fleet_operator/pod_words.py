@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -25,6 +27,8 @@ BLOCKED: Final = frozenset(
 """The kubelet's reasons why a container waits that has nothing to wait for: it tries again for ever, until somebody mends it."""
 ORDINARY: Final = frozenset({"Error", "Completed", "ContainerCannotRun"})
 """Reasons of an end that say less than its words; others (OOMKilled) say what the words do not."""
+BY_SIGNAL: Final = 128
+"""An exit code above it is this and the number of the signal that ended the process."""
 BEGINNING: Final = frozenset({"ContainerCreating", "PodInitializing", "CrashLoopBackOff"})
 """Reasons to wait that explain nothing."""
 
@@ -49,7 +53,7 @@ def message(containers: Iterable[Mapping[str, Any]], scheduled: Mapping[str, Any
         for state in (container.get("state") or {}, container.get("lastState") or {}):
             ended = state.get("terminated")
             if ended and ended.get("exitCode", 0) != 0:
-                return _end(ended)
+                return last_words(ended)
     for container in containers:
         waiting = _waiting(container)
         reason = str(waiting.get("reason") or "")
@@ -75,9 +79,16 @@ def _waiting(container: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def _end(ended: Mapping[str, Any]) -> str:
-    """Its last words, behind what the kernel or the kubelet did to it."""
+def last_words(ended: Mapping[str, Any]) -> str:
+    """Of a container that ended: its own, behind what the kernel or the kubelet did to it. Who is killed says nothing of it: its
+    last line is whatever it said before, of which it did not die."""
     words, reason = str(ended.get("message") or "").strip()[-WORDS_MOST:], str(ended.get("reason") or "")
-    if reason in ORDINARY:
-        return words or reason
-    return ": ".join(part for part in (reason, words) if part) or f"exit code {ended['exitCode']}"
+    done = reason if reason and reason not in ORDINARY else _killed(ended.get("exitCode", 0))
+    return ": ".join(part for part in (done, words) if part) or reason or f"exit code {ended.get('exitCode')}"
+
+
+def _killed(code: int) -> str:
+    """The signal that an exit code tells of; empty when it tells of none."""
+    with contextlib.suppress(ValueError):
+        return f"exit code {code} ({signal.Signals(code - BY_SIGNAL).name})"
+    return ""

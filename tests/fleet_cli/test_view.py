@@ -74,6 +74,7 @@ def test_state_of_a_pod(raw, state):
         (died(2, ""), InputError, "p-0: exit code 2"),
         (died(2, "BadModel: x", key="state"), InputError, "p-0: BadModel: x"),
         (died(1, "EngineDied: signal 9", restarts=3), RunError, "p-0 keeps failing: EngineDied: signal 9"),
+        (died(137, "listening on 8000", restarts=3), RunError, "p-0 keeps failing: exit code 137 (SIGKILL): listening on 8000"),
         (died(1, "EngineDied", restarts=2), None, ""),
         (died(0), None, ""),
         (

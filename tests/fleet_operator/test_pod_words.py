@@ -13,6 +13,7 @@ from fleet_planner.events import Event
 
 PULL = 'Back-off pulling image "w:9": ErrImagePull: failed to resolve reference "w:9": not found'
 BACK_OFF = "back-off 5m0s restarting failed container=worker pod=f-t-decode-a-0_ml(u)"
+KILLED = "exit code 137 (SIGKILL)"
 NO_NODE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes are available"}
 
 
@@ -20,8 +21,8 @@ def waiting(reason: str, message: str = "", last: dict[str, Any] | None = None) 
     return {"name": "worker", "state": {"waiting": {"reason": reason, "message": message}}, "lastState": last or {}}
 
 
-def ended(**words: Any) -> dict[str, Any]:
-    return {"terminated": {"exitCode": 137, **words}}
+def ended(code: int = 137, **words: Any) -> dict[str, Any]:
+    return {"terminated": {"exitCode": code, **words}}
 
 
 @pytest.mark.parametrize(
@@ -34,9 +35,15 @@ def ended(**words: Any) -> dict[str, Any]:
         (waiting("ContainerCreating"), "", False),
         (waiting("CrashLoopBackOff", BACK_OFF, ended(reason="OOMKilled")), "OOMKilled", False),
         (waiting("CrashLoopBackOff", BACK_OFF, ended(reason="OOMKilled", message="shard 3\n")), "OOMKilled: shard 3", False),
-        (waiting("CrashLoopBackOff", BACK_OFF, ended(reason="Error", message="BadModel: none")), "BadModel: none", False),
-        (waiting("CrashLoopBackOff", BACK_OFF, ended(reason="Error")), "Error", False),
-        (waiting("CrashLoopBackOff", BACK_OFF, ended()), "exit code 137", False),
+        (waiting("CrashLoopBackOff", BACK_OFF, ended(2, reason="Error", message="BadModel: none")), "BadModel: none", False),
+        (waiting("CrashLoopBackOff", BACK_OFF, ended(1, reason="Error")), "Error", False),
+        (waiting("CrashLoopBackOff", BACK_OFF, ended(3)), "exit code 3", False),
+        # killed or crashed in native code: its last line of the log, of something that went well, was told as the cause
+        (waiting("CrashLoopBackOff", BACK_OFF, ended(reason="Error", message="GET /x 200")), f"{KILLED}: GET /x 200", False),
+        (waiting("CrashLoopBackOff", BACK_OFF, ended(139, reason="Error")), "exit code 139 (SIGSEGV)", False),
+        (waiting("CrashLoopBackOff", BACK_OFF, ended(message="GET /x 200")), f"{KILLED}: GET /x 200", False),
+        (waiting("CrashLoopBackOff", BACK_OFF, ended()), KILLED, False),
+        (waiting("CrashLoopBackOff", BACK_OFF, ended(255, reason="Error", message="no")), "no", False),
     ],
 )  # fmt: skip
 def test_a_worker_that_is_not_ready(container: dict[str, Any], message: str, blocked: bool):

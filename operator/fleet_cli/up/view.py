@@ -9,6 +9,7 @@ from typing import Any
 
 from fleet_api.v1alpha1 import FleetStatus, KvStatus
 from fleet_cli.errors import EXIT_BAD_INPUT, CliError, InputError, RunError
+from fleet_operator.pod_words import last_words
 from fleet_planner.events import SEVERE
 from fleet_planner.types import KvProof
 
@@ -69,8 +70,8 @@ def fatal(pods: Sequence[Mapping[str, Any]]) -> CliError | None:
             ended = _terminated(status)
             if ended is None:
                 continue
-            said = str(ended.get("message") or f"exit code {ended.get('exitCode')}").strip().splitlines()[-1:]
-            message = said[0] if said else f"exit code {ended.get('exitCode')}"
+            said = str(ended.get("message") or "").strip().splitlines()[-1:]
+            message = last_words({"exitCode": ended.get("exitCode"), "message": said[0] if said else ""})
             if ended.get("exitCode") == EXIT_BAD_INPUT:
                 return InputError(f"{name}: {message}")
             if status.get("restartCount", 0) >= MAX_RESTARTS:
