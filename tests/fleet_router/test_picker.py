@@ -171,6 +171,31 @@ def test_nobody_reaches_more_of_a_worker_than_the_api_through_a_gateway(method: 
 
 
 @pytest.mark.parametrize(
+    ("method", "path", "asks", "status"),
+    [
+        ("OPTIONS", "/v1/chat/completions", True, 0), ("OPTIONS", "/v1/models", True, 0), ("OPTIONS", "/v1/embeddings", True, 0),
+        ("OPTIONS", "/metrics", True, 404), ("OPTIONS", "/v1/models/../metrics", True, 404),
+        ("OPTIONS", "/v1/chat/completions", False, 401), ("GET", "/v1/models", True, 401), ("GET", "/health", True, 401),
+    ],
+)  # fmt: skip
+def test_a_browsers_preflight_needs_no_key_and_nothing_else_goes_without(method: str, path: str, asks: bool, status: int):
+    """Browsers never send one with it: it was 401, and no page could ask a fleet with tenants through a gateway."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        head = head_of(path, method, end=True)
+        kept = [one for one in head.request_headers.headers.headers if one.key != "authorization"]
+        del head.request_headers.headers.headers[:]
+        head.request_headers.headers.headers.extend(kept)
+        if asks:
+            head.request_headers.headers.headers.add(key="Access-Control-Request-Method", raw_value=b"POST")
+        (told,) = await exchanged(rig, head)
+        assert told.immediate_response.status.code == status
+
+    run(go, prefill=0)
+
+
+@pytest.mark.parametrize(
     ("rights", "names"), [({}, ["m", "billing"]), ({"models": ["billing"]}, ["billing"]), ({"models": ["other"]}, [])]
 )  # fmt: skip
 def test_behind_a_gateway_a_key_is_told_of_the_models_that_it_may_use(rights: dict[str, Any], names: list[str]):

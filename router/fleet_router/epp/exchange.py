@@ -32,6 +32,8 @@ from fleet_router.workers import Worker
 BODILESS = frozenset({b"GET", b"HEAD", b"OPTIONS"})
 """A POST without a body is none of OpenAI's, but engines have some: /sleep, /reset_prefix_cache."""
 READING = frozenset({b"GET", b"HEAD"})
+PREFLIGHT = b"access-control-request-method"
+"""By this header a browser asks whether it may ask, and it does so without a key, whatever its page would send."""
 HEALTH = b"/health"
 """This, and models, may be asked without a body. What else engines answer (/metrics, /server_info) tells of others' requests."""
 SUBSET, SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
@@ -50,6 +52,7 @@ class Exchange:
         """There is more of the request to come, for all that is known."""
         self._modes = (FULL_DUPLEX, FULL_DUPLEX)
         self._subset: frozenset[str] | None = None
+        self._preflight = False
         self._decided: asyncio.Future[tuple[list[Worker], bytes] | RequestError] = asyncio.get_running_loop().create_future()
         self.flow: Picked | None = None
 
@@ -138,6 +141,8 @@ class Exchange:
                 request.url = value
             elif name == b":method":
                 request.method = value
+            elif name == PREFLIGHT:
+                self._preflight = True
             elif name == b"x-request-id" and REQUEST_ID.match(value):
                 request.request_id = value.decode()
                 request.leg_id = f"{request.leg_id}.{request.request_id}"
@@ -151,12 +156,13 @@ class Exchange:
 
     def _pick_any(self) -> Any:
         """A request without a body: any worker that decodes, but for models, which workers tell of without asking who may use
-        which."""
+        which. A browser's preflight has no key: engines answer it from what they allow to every origin."""
         try:
             if self._request.method not in BODILESS:
                 raise RequestError(404, "not served behind a gateway: a request that changes something has a body")
-            entry = self._context.desk.entry(self._request.key)
-            if self._request.method in READING and (models := self._models(entry)) is not None:
+            allowed = self._preflight and self._request.method == b"OPTIONS"
+            entry = None if allowed else self._context.desk.entry(self._request.key)
+            if entry is not None and self._request.method in READING and (models := self._models(entry)) is not None:
                 return answers.told(models, self.request_id)
             if not self._is_ours():
                 raise RequestError(404, "not served behind a gateway: without a body /v1/models and /health are")
