@@ -18,6 +18,7 @@ from fleet_api.arguments import Argument, of_role, parse_arguments, shortened
 from fleet_api.host import host_requests
 from fleet_api.quantities import Ratio, exact_quantity, parse_duration, parse_quantity, parse_ratio
 from fleet_api.structure import quoted
+from fleet_api.unmakeable import unmakeable, unmakeable_everywhere
 from fleet_api.v1alpha1.accelerator import CPU
 from fleet_api.v1alpha1.fabric import HOST_PORT_RANKS
 from fleet_api.v1alpha1.model import EngineSpec
@@ -66,9 +67,9 @@ DRAFTERS = ("eagle", "eagle3", "mtp", "deepseek_mtp", "draft_model")
 def refusals(manifest: Raw) -> list[str]:
     """Why a fleet that passed `validate` can still not serve, each with the field to blame; empty when it can."""
     spec = manifest["spec"]
-    found = list(_owned(spec))
+    found = [*_owned(spec), *unmakeable_everywhere(spec)]
     for index in range(len(spec["tiers"])):
-        found += _host(spec, index)
+        found += [*_host(spec, index), *unmakeable(spec, index)]
     if _vllm(spec):
         found += _shortened(spec)
         for index in range(len(spec["tiers"])):

@@ -78,7 +78,7 @@ def metadata_findings(metadata: Mapping[str, Any]) -> Iterator[Finding]:
             f"validation is '{_LABEL}')",
         )
     for name, value in (metadata.get("labels") or {}).items():
-        yield from _key_findings("metadata.labels", name)
+        yield from key_findings("metadata.labels", name)
         if len(value) > _LABEL_MOST or not re.fullmatch(_LABEL_VALUE, value):
             yield Finding(
                 "metadata.labels",
@@ -87,7 +87,7 @@ def metadata_findings(metadata: Mapping[str, Any]) -> Iterator[Finding]:
             )
     annotations = metadata.get("annotations") or {}
     for name in annotations:
-        yield from _key_findings("metadata.annotations", name.lower())
+        yield from key_findings("metadata.annotations", name.lower())
     if sum(_bytes(name) + _bytes(value) for name, value in annotations.items()) > _ANNOTATIONS_MOST_BYTES:
         yield Finding("metadata.annotations", f"Too long: may not be more than {_ANNOTATIONS_MOST_BYTES} bytes")
 
@@ -97,7 +97,8 @@ def _bytes(text: str) -> int:
     return len(text.encode(errors="surrogatepass"))
 
 
-def _key_findings(field: str, key: str) -> Iterator[Finding]:
+def key_findings(field: str, key: str) -> Iterator[Finding]:
+    """Problems of the key of a label, or, in lower case, of an annotation."""
     prefix, slash, name = key.rpartition("/")
     good_prefix = not slash or (len(prefix) <= _SUBDOMAIN_MOST and re.fullmatch(_SUBDOMAIN, prefix))
     if not good_prefix or len(name) > _LABEL_MOST or not re.fullmatch(_QUALIFIED, name):
