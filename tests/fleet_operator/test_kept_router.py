@@ -102,6 +102,7 @@ EDITS: list[tuple[str, dict[str, Any], bool]] = [
     ("keys", {"tenants": {"secretRef": {"name": "keys"}}}, True),
     ("interval", {"telemetry": {"interval": "9s"}}, False),
     ("traces", {"telemetry": {"traces": {"endpoint": "http://c"}}}, True),
+    ("headers of traces", {"telemetry": {"traces": {"endpoint": "http://c", "headersSecretRef": {"name": "s"}}}}, True),
     ("an adapter", {"model": {"source": "file:///m", "adapters": [{"name": "a", "source": "hf://a/b"}]}}, False),
     ("scaling", {"scaling": {"mode": "manual"}}, False),
     ("workers", {"engine": {"image": "example.com/worker:2"}}, False),

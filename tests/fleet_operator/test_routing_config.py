@@ -136,6 +136,17 @@ def test_explain_and_traces_reach_the_router():
     assert (traces.endpoint, traces.sample) == ("http://collector:4318", 0.5)
 
 
+def test_a_collectors_token_comes_from_a_secret_and_no_router_waits_for_it():
+    """No field of the fleet set it, and the manifest is no place for one: a hosted collector could not be used."""
+    wish = manifest()
+    wish["spec"]["telemetry"] = {"traces": {"endpoint": "https://otlp.example.com", "headersSecretRef": {"name": "otlp"}}}
+    assert validate(wish) == []
+    deployment = render_router(InferenceFleet.model_validate(wish), OWNER, Platform())[-1]
+    (env,) = (env for env in deployment["spec"]["template"]["spec"]["containers"][0]["env"] if env["name"].startswith("OTEL"))
+    source = {"name": "otlp", "key": "headers", "optional": True}
+    assert env == {"name": "OTEL_EXPORTER_OTLP_HEADERS", "valueFrom": {"secretKeyRef": source}}
+
+
 @pytest.mark.parametrize("endpoint", ["collector:4318", "http://user:secret@collector", "ftp://x", "http://"])
 def test_a_collector_is_a_url_without_credentials(endpoint: str):
     wish = manifest()

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from fleet_api.quantities import parse_duration, parse_quantity
 from fleet_api.v1alpha1.base import DNS_LABEL, TIER_NAME_MAX, ApiModel, DurationText, QuantityText
-from fleet_api.v1alpha1.port import GossipSpec, TlsSpec
+from fleet_api.v1alpha1.port import GossipSpec, SecretKey, SecretName, TlsSpec
 
 Tokens = Annotated[int, Field(ge=1, le=1_048_576)]
 HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=64)]
@@ -389,12 +389,28 @@ class PrometheusSpec(ApiModel):
     )
 
 
+class TraceHeadersRef(ApiModel):
+    """A key of a Secret of the fleet's namespace; the operator never reads it."""
+
+    name: SecretName = Field(description="Name of the Secret.")
+    key: SecretKey = Field(
+        default="headers",
+        description="Key in its data: name=value,name=value, percent-encoded as in OTEL_EXPORTER_OTLP_HEADERS, e.g. "
+        "authorization=Bearer%20TOKEN. Default: headers.",
+    )
+
+
 class TracesSpec(ApiModel):
     """OpenTelemetry spans of requests, from the routers."""
 
     endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s@]+(/[^\s@]*)?$", max_length=2048)] = Field(
         description="OTLP/HTTP collector, e.g. http://collector.monitoring:4318; without credentials, because everybody can read "
         "them here."
+    )
+    headers_secret_ref: TraceHeadersRef | None = Field(
+        default=None,
+        description="Headers for the collector, e.g. a token. Routers read them when they start; without the Secret they start, "
+        "too, and send none. Default: none.",
     )
     sample: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         default=0.01,

@@ -321,7 +321,11 @@ def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
     grace_s = ROUTER_LEAVING_S + drain_s + ROUTER_SLACK_S
     hung_s = ROUTER_HUNG_GRACE_S if fleet.spec.routing.processes == 1 else HUNG_GRACE_S
     hung = {"terminationGracePeriodSeconds": min(grace_s, hung_s)}
-    env = [{"name": "FLEET_PORT", "value": str(platform.router_port)}, {"name": "FLEET_DRAIN_TIMEOUT_S", "value": str(drain_s)}]
+    env: list[Object] = [
+        {"name": "FLEET_PORT", "value": str(platform.router_port)},
+        {"name": "FLEET_DRAIN_TIMEOUT_S", "value": str(drain_s)},
+        *_trace_headers(fleet.spec.telemetry.traces),
+    ]
     if platform.router_host is not None:
         env.append({"name": "FLEET_BIND_HOST", "value": platform.router_host})
     container: Object = {
@@ -370,6 +374,14 @@ def _router_pod(fleet: InferenceFleet, platform: Platform) -> Object:
         _mount_tenants(fleet.spec.tenants, container, spec)
     add_port(fleet, platform, container, spec)
     return spec
+
+
+def _trace_headers(spec: TracesSpec | None) -> list[Object]:
+    """As every OpenTelemetry program gets them. A Secret that is missing costs spans, no router."""
+    if spec is None or spec.headers_secret_ref is None:
+        return []
+    source = {**spec.headers_secret_ref.to_dict(), "optional": True}
+    return [{"name": "OTEL_EXPORTER_OTLP_HEADERS", "valueFrom": {"secretKeyRef": source}}]
 
 
 def _mount_tenants(tenants: TenantsSpec, container: Object, spec: Object) -> None:
