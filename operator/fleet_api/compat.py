@@ -71,7 +71,7 @@ def refusals(manifest: Raw) -> list[str]:
     for index in range(len(spec["tiers"])):
         found += [*_host(spec, index), *unmakeable(spec, index)]
     if _vllm(spec):
-        found += _shortened(spec)
+        found += [*_shortened(spec), *_joined(spec)]
         for index in range(len(spec["tiers"])):
             found += [*_unlike(spec, index), *_unlike_env(spec, index), *_drafters(spec, index), *_blocks(spec, index)]
             found += _spread(spec, index)
@@ -126,6 +126,14 @@ def _shortened(spec: Raw) -> Iterator[str]:
     """Every worker would refuse them, and so end before it begins."""
     for words, field in _args(spec):
         yield from (f"{field}[{at}]: Forbidden: {why}" for at, word in enumerate(words) if (why := shortened(str(word))))
+
+
+def _joined(spec: Raw) -> Iterator[str]:
+    """To argparse a word with a blank in it is no option: no worker would get further than that."""
+    for words, field in _args(spec):
+        for at, word in enumerate(map(str, words)):
+            if re.match(r"--[A-Za-z][-\w.]*\s", word):
+                yield f"{field}[{at}]: Invalid value: {quoted(word)}: write name and value as two entries, or with = between them"
 
 
 def _args(spec: Raw) -> Iterator[tuple[Sequence[Any], str]]:

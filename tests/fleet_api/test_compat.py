@@ -57,6 +57,9 @@ BAD = [
     # argparse: they passed, and every worker ended with these words
     ("the beginning of a name", spec(args=["--seed=1", "--tensor-par", "4"]), "engine.args[1]: Forbidden: --tensor-par is short"),
     ("a name's letters and its value", roles({}, {"args": ["-dpl", "1"]}), "decode.args[0]: Forbidden: -dpl is short for"),
+    # argparse: "unrecognized arguments", in every worker; what fields decide got past, too
+    ("name and value in one word", spec(args=["--seed=1", "--max-num-seqs 5"]), "engine.args[1]: Invalid value: "),
+    ("the same of a role", roles({}, {"args": ["--tensor-parallel-size 4"]}), "decode.args[0]: Invalid value"),
     # vLLM 0.32 (config/vllm.py, _post_init_kv_transfer_config) writes its own connector and kv_both over ours
     ("a cache beside the hand-off", spec(args=["--kv-offloading-size", "8"]), "takes the place of the one that hands KV over"),
     ("no metrics", spec(args=["--disable-log-stats"]), "nobody sees its load"),
@@ -113,6 +116,7 @@ BAD = [
 GOOD = [
     ("no arguments", spec()),
     ("harmless arguments", spec(args=["--dtype", "auto", "--gpu-memory-utilization=0.9", "--enforce-eager"])),
+    ("blanks in values", spec(args=['--x={"b": 1}', "--override", '{"b": "--c d"}', "--note=a b", "- a b"])),
     ("the same in both roles", roles({"args": ["--dtype=float16"]}, {"args": ["--dtype", "float16"]})),
     ("for the fleet and again for a role", spec(args=["--dtype=float16"], tier={"prefill": {"args": ["--dtype=float16"]}})),
     ("n-gram speculation where tokens are made", roles({}, {"args": ['--speculative-config={"method":"ngram"}']})),
