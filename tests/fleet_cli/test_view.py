@@ -13,12 +13,15 @@ from fleet_cli.errors import InputError, RunError
 from fleet_cli.up.screen import LiveScreen, PlainScreen, open_screen
 from fleet_cli.up.view import adapter_lines, curl_line, fatal, kv_line, kv_total, role_lines, size, snapshot
 
+BEGUN, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
 
-def pod(name="p-0", *, role="decode", ready=False, container=None, deleted=False, phase="Running", conditions=()):
+
+def pod(name="p-0", *, role="decode", ready=False, container=None, deleted=False, phase="Running", conditions=(), since=""):
     metadata = {"name": name, "labels": {"inferencefleet.io/role": role}}
     if deleted:
         metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    status = {"phase": phase, "conditions": [{"type": "Ready", "status": "True" if ready else "False"}, *conditions]}
+    told = {"type": "Ready", "status": "True" if ready else "False", "lastTransitionTime": since}
+    status = {"phase": phase, "conditions": [told, *conditions]}
     if container is not None:
         status["containerStatuses"] = [container]
     return {"metadata": metadata, "status": status}
@@ -49,6 +52,9 @@ def died(code, message="", restarts=0, key="lastState"):
         (pod(phase="Pending"), "pending"),
         (pod(container={"state": {"running": {}}, "started": False}), "starting"),
         (pod(container={"state": {"running": {}}, "started": True}), "warming"),
+        (pod(container={"state": {"running": {"startedAt": BEGUN}}, "started": True}, since=BEGUN), "warming"),
+        # a worker that hung (SIGSTOP) was said to be warming, for as long as it hung
+        (pod(container={"state": {"running": {"startedAt": BEGUN}}, "started": True}, since=LATER), "not answering"),
         (pod(ready=True, container={"state": {"running": {}}}), "ready"),
         (pod(ready=True, deleted=True), "draining"),
         (pod(container=died(1)), "restarting"),

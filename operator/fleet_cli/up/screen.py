@@ -159,7 +159,7 @@ class LiveScreen:
         for column in ("pod", "role", "state", "restarts"):
             table.add_column(column)
         for pod in self._snapshot.pods:
-            style = {"ready": "green", "draining": "yellow", "restarting": "red"}.get(pod.state, "cyan")
+            style = {"ready": "green", "draining": "yellow", "restarting": "red", "not answering": "red"}.get(pod.state, "cyan")
             table.add_row(pod.name, pod.role, Text(pod.state, style=style), str(pod.restarts) if pod.restarts else "")
         head: RenderableType = Spinner("dots", text=f"{'stopping' if self._snapshot.stopping else 'warming up'}  {seconds}")
         if self._snapshot.complete and not self._snapshot.stopping:

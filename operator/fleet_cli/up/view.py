@@ -9,7 +9,7 @@ from typing import Any
 
 from fleet_api.v1alpha1 import FleetStatus, KvStatus
 from fleet_cli.errors import EXIT_BAD_INPUT, CliError, InputError, RunError
-from fleet_operator.pod_words import last_words
+from fleet_operator.pod_words import is_silent, last_words
 from fleet_planner.events import SEVERE
 from fleet_planner.types import KvProof
 
@@ -174,6 +174,8 @@ def _state(pod: Mapping[str, Any], statuses: Sequence[Mapping[str, Any]]) -> str
         if waiting == "CrashLoopBackOff":
             return "restarting"
     if any("running" in container.get("state", {}) for container in statuses):
+        if is_silent(statuses, conditions.get("Ready", {})):
+            return "not answering"
         return "warming" if all(container.get("started", True) for container in statuses) else "starting"
     if conditions.get("PodScheduled", {}).get("status") == "False":
         return f"unschedulable: {conditions['PodScheduled'].get('message', '')}"
