@@ -234,9 +234,10 @@ def status_of(reason: str | None) -> str:
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    """OpenAI's usage of a response."""
+    """OpenAI's usage of a response. Who writes to a cache pays nothing for it here."""
     return {
-        "input_tokens": usage.prompt_tokens, "input_tokens_details": {"cached_tokens": usage.cached},
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }  # fmt: skip

@@ -1,0 +1,57 @@
+"""Whatever the dialects tell is, field by field, of the types that the makers' SDKs publish: their clients pass over a field that
+is missing, and whoever reads it finds nothing there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from fleet_router.dialect.messages import Messages
+from fleet_router.dialect.responses import Responses
+from fleet_router.errors import RequestError
+from tests.fleet_router.chat_worker import CALLS, TEXT, THOUGHT, events, whole
+
+ASKED: dict[Any, dict[str, Any]] = {
+    Messages: {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]},
+    Responses: {
+        "model": "m", "input": "hi", "tools": [{"type": "function", "name": "weather", "parameters": {"type": "object"}}],
+        "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}, "reasoning": {"effort": "low"},
+    },
+}  # fmt: skip
+TYPES: dict[Any, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
+    Messages: (TypeAdapter(Message), TypeAdapter(RawMessageStreamEvent)),
+    Responses: (TypeAdapter(Response), TypeAdapter(ResponseStreamEvent)),
+}
+SAID = {"text": TEXT, "calls": CALLS, "thoughts": THOUGHT, "all": [*THOUGHT, *CALLS], "nothing": []}
+
+
+def told(raw: bytes) -> Iterator[dict[str, Any]]:
+    for line in raw.splitlines():
+        if line.startswith(b"data: "):
+            yield json.loads(line[6:])
+
+
+@pytest.mark.parametrize("finish", ["stop", "length", "tool_calls", "content_filter", "repetition"])
+@pytest.mark.parametrize("said", SAID)
+@pytest.mark.parametrize("kind", ASKED)
+def test_each_answer_and_each_event_is_of_the_published_type(kind: Any, said: str, finish: str):
+    of_whole, of_event = TYPES[kind]
+    one = kind(json.dumps(ASKED[kind]).encode(), "r")
+    one.feed(json.dumps(whole(SAID[said], finish)).encode())
+    of_whole.validate_json(one.end())
+    streamed = kind(json.dumps({**ASKED[kind], "stream": True}).encode(), "r")
+    for event in told(b"".join(map(streamed.feed, events(SAID[said], finish))) + streamed.end()):
+        of_event.validate_python(event)
+
+
+def test_nor_is_a_field_missing_in_a_response_that_failed():
+    streamed = Responses(json.dumps({**ASKED[Responses], "stream": True}).encode(), "r")
+    raw = b"".join(map(streamed.feed, events(CALLS, end=False))) + streamed.failed(RequestError(502, "x"))
+    for event in told(raw):
+        TYPES[Responses][1].validate_python(event)
