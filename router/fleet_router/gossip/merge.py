@@ -158,8 +158,8 @@ class Peers:
                 use, said_at = peer.uses.rows[name]
                 if use.inflight:
                     self._use(peer, msgspec.structs.replace(use, inflight=0), said_at)
-            _forget(peer.loads.rows, now)
-            _forget(peer.uses.rows, now)
+            _forget(peer.loads.rows, peer.heard_at)
+            _forget(peer.uses.rows, peer.heard_at)
             if now - peer.heard_at > FORGET_S:
                 del self._peers[sender]
 
@@ -197,6 +197,7 @@ def _look(totals: dict[int, Total], name: int) -> Total:
     return seen
 
 
-def _forget(rows: dict[int, tuple[Row, float]], now: float) -> None:
-    for name in [name for name, (_, said_at) in rows.items() if now - said_at > FORGET_S]:
+def _forget(rows: dict[int, tuple[Row, float]], heard_at: float) -> None:
+    """What their sender has not said for so long, though it spoke until `heard_at`: of one that is not heard nobody knows."""
+    for name in [name for name, (_, said_at) in rows.items() if heard_at - said_at > FORGET_S]:
         del rows[name]

@@ -71,6 +71,20 @@ def test_who_comes_back_after_a_cut_is_not_charged_for_the_time_between():
     assert peers.changes()[1] == {9: TenantUse(1, 1, 10)}
 
 
+def test_nor_for_all_that_it_ever_used_where_a_row_was_older_than_its_last_word():
+    """A cut of 90 s: the row was forgotten and its sender was not, so that the row was taken for a new one's."""
+    peers = Peers(US)
+    peers.take(said(A, 1, Load(7, 1, 0, 50, 5_000), Use(9, 2, 4, 400)), 0.0)
+    peers.take(said(A, 2), 0.9)
+    peers.expire(FORGET_S + 0.5)
+    peers.changes()
+    peers.take(said(A, 3, Load(7, 1, 0, 900, 90_000), Use(9, 1, 1_000, 100_000)), FORGET_S + 0.6)
+    assert peers.changes() == ({7: WorkerLoad(1, 0, 0, 0)}, {9: TenantUse(1, 0, 0)})
+    peers.take(said(A, 4), 2 * FORGET_S + 0.7)
+    peers.expire(2 * FORGET_S + 0.7)
+    assert not any(peer.loads.rows or peer.uses.rows for peer in peers._peers.values())  # what it says no more is not kept
+
+
 @pytest.mark.parametrize(("age_ms", "first"), [(100, 400), (60_000, 0)])
 def test_a_router_that_was_there_before_us_has_a_past_that_is_not_ours(age_ms: int, first: int):
     peers = Peers(US)
