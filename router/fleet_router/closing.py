@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import socket
+import sys
 import termios
+from math import inf
 from typing import Final
 
 from fleet_router.config import HttpBounds
@@ -23,6 +25,7 @@ UNTOLD_LINGER_S: Final = 1.0
 SENDING_TIMES: Final = 6
 """Times as long at most, of one that goes on sending."""
 NOTHING: Final = bytes(4)
+NEVER: Final = -inf
 
 
 class Lingering:
@@ -55,22 +58,33 @@ class Lingering:
 
 
 class Taking:
-    """Whether the client of an answer that is complete takes some of it, however slowly: who reads all the time is not to be
-    cut off because the answer was long."""
+    """Whether a client takes some of what was written to it, however slowly: who reads all the time is not to be cut off because
+    the answer is long, or because it works on each event before it reads the next one."""
 
     __slots__ = ("_at", "_left_bytes")
 
     def __init__(self) -> None:
-        self._at = 0.0
+        self._at = NEVER
         self._left_bytes = 0
         """When it was last looked."""
 
-    def last(self, transport: asyncio.WriteTransport | None, now: float) -> float:
+    def last(self, transport: asyncio.Transport | None, now: float) -> float:
         """When it was last seen to have taken some. Called twice a second."""
-        before, self._left_bytes = self._left_bytes, transport.get_write_buffer_size() if transport is not None else 0
+        before, self._left_bytes = self._left_bytes, untaken(transport)
         if self._left_bytes < before:
             self._at = now
         return self._at
+
+
+def untaken(transport: asyncio.Transport | None) -> int:
+    """Bytes that were written and are not at the client's host: ours, and the kernel's, which takes none of ours before a third
+    of its own are gone, of megabytes where the client was quick once."""
+    made = transport.get_extra_info("socket") if transport is not None else None
+    try:
+        kernels = 0 if made is None else int.from_bytes(fcntl.ioctl(made.fileno(), termios.TIOCOUTQ, NOTHING), sys.byteorder)
+    except OSError:
+        kernels = 0
+    return kernels + (transport.get_write_buffer_size() if transport is not None else 0)
 
 
 def close(

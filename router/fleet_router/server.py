@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from fleet_router.admission.lanes import Entry
 from fleet_router.admission.tenants import Decisions
 from fleet_router.cascade.climb import Climb, flow_of
-from fleet_router.closing import Lingering, Taking, ask_if_there, close, is_paused, pause, reset_by_client, unread
+from fleet_router.closing import NEVER, Lingering, Taking, ask_if_there, close, is_paused, pause, reset_by_client, unread
 from fleet_router.config import HttpBounds
 from fleet_router.context import Context
 from fleet_router.desk import one_of, usable
@@ -260,8 +260,8 @@ class ClientConnection:
 
     def _refused(self, error: RequestError, *, keep_alive: bool) -> None:
         request, context = self._request, self._context
-        path = request.path if request.path in KNOWN else b""
-        context.recorder.refused(request.request_id, path, context.desk.tenant_of(request.key), error)
+        tenant, path = context.desk.tenant_of(request.key), request.path if request.path in KNOWN else b""
+        context.recorder.refused(request.request_id, path, tenant, error)
         self._answer_error(error, keep_alive=keep_alive)
 
     def _dispatch(self, request: Incoming) -> None:
@@ -423,9 +423,8 @@ class ClientConnection:
         """The answer broke after its first byte: a stream gets an error event and no [DONE], and then it is as whole as any other
         answer. Its client keeps the connection unless the head said otherwise (`last`), lest its next request meets a reset."""
         if stream and self._transport is not None:
-            translation = self._translation
-            data = b"data: " + error_body(self._request.url, error, self.request_id) + b"\n\n"
-            self.write(framed(data if translation is None else translation.failed(error)) + END)
+            other, body = self._translation, error_body(self._request.url, error, self.request_id)
+            self.write(framed(b"data: %b\n\n" % body if other is None else other.failed(error)) + END)
             self.finish(last=last or self._context.draining)
         else:
             self.flow = None
@@ -441,22 +440,23 @@ class ClientConnection:
     def sweep(self, now: float) -> None:
         """Called twice a second for every connection: one timer for all deadlines."""
         bounds = self._context.config.bounds
+        taken_at = self._taking.last(self._transport, now) if self._unread or self._closed_at is not None else NEVER
         if self._closed_at is not None:
             if self._lingering is not None:
                 self._lingering.sweep(now)
-            if now - self._closed_at > bounds.stalled_client_s:
+            if now - max(self._closed_at, taken_at) > bounds.stalled_client_s:
                 self.abort()
         elif self.flow is not None:
             if (self._half_closed or is_paused(self._transport)) and reset_by_client(self._transport):
                 self.abort()
-            elif now > self.flow.deadline:
+            elif now > max(self.flow.deadline, taken_at + bounds.stalled_client_s):
                 self.flow.expire(now)
         else:
-            self._sweep_without_flow(now, bounds)
+            self._sweep_without_flow(now, bounds, taken_at)
 
-    def _sweep_without_flow(self, now: float, bounds: HttpBounds) -> None:
+    def _sweep_without_flow(self, now: float, bounds: HttpBounds, taken_at: float) -> None:
         if self._unread:
-            if now - max(self.idle_since, self._taking.last(self._transport, now)) > bounds.stalled_client_s:
+            if now - max(self.idle_since, taken_at) > bounds.stalled_client_s:
                 self.abort()
         elif self.begun_at is not None:
             limit = bounds.body_deadline_s if self._inbound.in_body else bounds.header_deadline_s

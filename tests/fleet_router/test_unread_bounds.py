@@ -7,10 +7,12 @@ import socket
 from typing import Any
 
 import msgspec
+import pytest
 
 from fleet_router.config import HttpBounds
 from fleet_router.inbound import SLICE_BYTES
 from fleet_router.receiving import FREE_BYTES, WAITING_BYTES
+from tests.fleet_router.fake_worker import stream
 from tests.fleet_router.rig import CONFIG, Rig, answer_of, http, run, until
 from tests.fleet_router.test_connections import HEALTH, SHORT, Gate
 
@@ -76,7 +78,8 @@ def test_nothing_is_kept_of_what_comes_behind_the_last_request():
     run(go, config=WIDE)
 
 
-def test_who_reads_slowly_but_does_read_gets_the_whole_answer():
+@pytest.mark.parametrize("more", [b"", b"connection: close\r\n"], ids=["keeps", "closes"])
+def test_who_reads_slowly_but_does_read_gets_the_whole_answer(more: bytes):
     """It was aborted so long after its answer was written, although it took some of it all the time."""
 
     async def go(rig: Rig) -> None:
@@ -90,7 +93,7 @@ def test_who_reads_slowly_but_does_read_gets_the_whole_answer():
             await until(lambda: bool(rig.connections))
             (connection,) = rig.connections
             connection._plain = lambda _path: (200, b"text/plain", b"x" * size)
-            await loop.sock_sendall(client, HEALTH)
+            await loop.sock_sendall(client, HEALTH.replace(b"\r\n\r\n", b"\r\n" + more + b"\r\n"))
             got = b""
             while len(got) < size:
                 await asyncio.sleep(0.02)
@@ -101,6 +104,41 @@ def test_who_reads_slowly_but_does_read_gets_the_whole_answer():
         await until(lambda: not rig.connections)
 
     run(go, config=HASTY)
+
+
+@pytest.mark.parametrize("reads_on", [True, False])
+def test_who_reads_slowly_gets_the_whole_stream_while_its_worker_speaks(reads_on: bool):
+    """Who took less than 48 KB in a minute was cut off in the middle: each event is worked on before the next one is read."""
+    words = ["x" * 2_000] * 150
+
+    async def go(rig: Rig) -> None:
+        async def says_much(_: Any, writer: asyncio.StreamWriter) -> bool:
+            await stream(writer, words)
+            return True
+
+        rig.decode[0].behave = says_much
+        now = rig.context.clock()
+        rig.context.clock = lambda: now
+        rig.server.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8_192)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8_192)
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, ("127.0.0.1", rig.port))
+            await loop.sock_sendall(client, http(SHORT | {"stream": True}))
+            await until(lambda: any(one._unread for one in rig.connections))
+            got = b""
+            while b"[DONE]" not in got and (reads_on or rig.connections):
+                now += 2.0
+                if reads_on:
+                    piece = await loop.sock_recv(client, 1_024)
+                    assert piece, f"cut after {len(got)} bytes"
+                    got += piece
+                await asyncio.sleep(0.002)
+                rig.sweep()
+        assert got.count(b"x" * 2_000) == (len(words) if reads_on else 0)
+
+    run(go, config=WIDE)
 
 
 def test_who_reads_no_more_of_an_answer_is_not_waited_for():
