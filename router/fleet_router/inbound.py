@@ -326,6 +326,10 @@ class Inbound:
         self.current = None
         return found
 
+    def first(self) -> Incoming:
+        """Whose turn it is, whole or in part."""
+        return self.requests.popleft() if self.requests else self.current or Incoming()
+
     def _count_kept(self, size: int) -> None:
         """So many bytes are kept of a body that goes on."""
         before, self._held_bytes = self._held_bytes, size

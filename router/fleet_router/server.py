@@ -493,8 +493,8 @@ class ClientConnection:
             self.abort()
         elif self.flow is not None:
             self.flow.cut(error)
-        elif self.begun_at is not None:
-            self._request = self._inbound.current or Incoming()
+        elif self.begun_at is not None or self._inbound.requests:
+            self._request = self._inbound.first()
             self._answer_error(error)
         else:
             self._close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import ssl
 import struct
@@ -87,6 +88,23 @@ def test_after_a_bug_of_ours_between_two_turns_the_connection_ends(monkeypatch: 
         assert seen == 2 * TURN_MOST
         assert rig.context.desk.faults.count == 1
         assert rig.context.unread.bytes == 0
+
+    run(go)
+
+
+def test_who_is_cut_between_two_turns_is_told_why():
+    """With `--drain-timeout 0`: its connection ended behind an answer that did not say that it was the last one."""
+
+    async def go(rig: Rig) -> None:
+        reader, _, connection = await rig.connect()
+        connection.data_received(NOWHERE * MANY)
+        assert connection._yielded
+        connection.cut()
+        for _ in range(TURN_MOST):
+            assert (await answer_of(reader))[0] == 404
+        status, headers, body = await answer_of(reader)
+        assert (status, headers["connection"], json.loads(body)["error"]["code"]) == (503, "close", "shutting_down")
+        assert await reader.read() == b""
 
     run(go)
 
