@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from fleet_router.errors import RequestError
+from fleet_wire.unreadable import UNREADABLE
 
 CHOICES_MOST: Final = 8
 STOPS_MOST: Final = 64
@@ -158,5 +159,5 @@ def check_costly(fields: Mapping[str, msgspec.Raw]) -> None:
             continue
         try:
             check(name, raw)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:  # also of a depth that was no end where the body was read, from higher up
             raise RequestError(400, f"{name}: {error}", param=name) from error

@@ -14,6 +14,7 @@ import msgspec
 from fleet_router.asked import Part, Said
 from fleet_router.errors import RequestError
 from fleet_router.fields import LARGE_BYTES
+from fleet_wire.unreadable import UNREADABLE
 
 SAFE_BYTES_PER_TOKEN: Final = 16.0
 """No tokenizer makes fewer tokens than this of plain text (English has 4 to 5 bytes a token, Chinese written as \\uXXXX up to
@@ -57,10 +58,10 @@ def check_messages(raw: bytes, most: int, name: str) -> None:
     """The same of a conversation, by the text in it. `raw`: its JSON, whose roles were read already."""
     if len(raw) > most * SAFE_BYTES_PER_TOKEN:
         try:
-            found = _SAID.decode(raw)
-        except msgspec.DecodeError as error:  # inside a long text, where nobody has looked
+            size_bytes = sum(_text_bytes(said.content) for said in _SAID.decode(raw))
+        except UNREADABLE as error:  # inside a long text, where nobody has looked, or too deep
             raise RequestError(400, f"{name}: {error}", param=name) from error
-        check_text(sum(_text_bytes(said.content) for said in found), most, name)
+        check_text(size_bytes, most, name)
 
 
 def _text_bytes(content: msgspec.Raw) -> int:

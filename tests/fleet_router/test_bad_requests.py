@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 
+import msgspec
 import pytest
 
 from fleet_router.config import HttpBounds, RouterConfig
@@ -78,6 +80,25 @@ def test_options_that_are_nested_deep_are_refused_before_somebody_reads_them_fro
     options = b'{"a":' * depth + b"1" + b"}" * depth
     with pytest.raises(RequestError):
         parse_body(b'{"model":"m","prompt":"a","stream":true,"stream_options":' + options + b"}", False, CONFIG)
+
+
+DEEP = {
+    "stop_token_ids": (b"[", b"]"), "allowed_token_ids": (b"[", b"]"), "chat_template_kwargs": (b'{"a":', b"}"),
+    "tools": (b"[", b"]"), "content": (b'[{"text":', b"}]"),
+}  # fmt: skip
+LIMITED = msgspec.structs.replace(CONFIG, max_input_tokens=100)
+
+
+@pytest.mark.parametrize("field", DEEP)
+def test_whatever_is_nested_deep_is_the_clients_fault_and_none_of_ours(field: str):
+    """Of one depth a field was read with the body, and not where it was looked at by itself: 500, and counted as a bug."""
+    opens, closes = DEEP[field]
+    long = b'{"role":"user","content":"%b"}' % (b"a" * 2_000)
+    for depth in range(300, 1_000):
+        deep = b'"%b":%b1%b' % (field.encode(), opens * depth, closes * depth)
+        ours, others = (b'{"role":"user",%b},' % deep, b"") if field == "content" else (b"", b"," + deep)
+        with contextlib.suppress(RequestError):
+            parse_body(b'{"model":"m","messages":[%b%b]%b}' % (ours, long, others), True, LIMITED if ours else CONFIG)
 
 
 SIMPLE = b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n"
