@@ -22,6 +22,9 @@ TCP_CLOSE: Final = 7
 """TCP_INFO's first byte once the peer has answered with a reset."""
 UNTOLD_LINGER_S: Final = 1.0
 """Of a connection without a request, whose client was not told that it ends: what is on its way is there by then."""
+SENT_BYTES: Final = 4_096
+"""With no more than these in the kernel it has room, so that a loop keeps nothing between TLS and the socket, of which nobody is
+told. What the kernel has it sends, whatever becomes of the connection."""
 SENDING_TIMES: Final = 6
 """Times as long at most, of one that goes on sending."""
 NOTHING: Final = bytes(4)
@@ -30,15 +33,16 @@ NEVER: Final = -inf
 
 class Lingering:
     """One connection whose last answer is written; it ends when its client closes, at the latest at the bounds. Who still sends
-    has longer: a request that comes slowly is read to its end, as it was when it was not yet refused."""
+    has longer: a request that comes slowly is read to its end, as it was when it was not yet refused. So has, over TLS, who has
+    not taken all of the answer: loops give the end of TLS seconds, and throw away what waits then (see `stalled_client_s`)."""
 
-    __slots__ = ("_came", "_latest", "_left_bytes", "_linger_s", "_transport", "_until")
+    __slots__ = ("_came", "_flushes", "_latest", "_left_bytes", "_linger_s", "_transport", "_until")
 
     def __init__(self, transport: asyncio.Transport, bounds: HttpBounds, now: float, linger_s: float) -> None:
         self._transport, self._left_bytes, self._linger_s = transport, bounds.linger_bytes, linger_s
         self._until, self._latest = now + linger_s, now + SENDING_TIMES * linger_s
-        self._came = False
-        if transport.can_write_eof():  # TLS has no half here: its clients go by the answer's length and `connection: close`
+        self._came, self._flushes = False, transport.can_write_eof()
+        if self._flushes:  # TLS has no half here: its clients go by the answer's length and `connection: close`
             transport.write_eof()
         transport.resume_reading()
 
@@ -46,7 +50,7 @@ class Lingering:
         """So much came, and goes to nobody."""
         self._came = True
         self._left_bytes -= size_bytes
-        if self._left_bytes < 0:
+        if self._left_bytes < 0 and not self._transport.is_closing():
             self._transport.close()
 
     def sweep(self, now: float) -> None:
@@ -54,6 +58,11 @@ class Lingering:
         if self._came:
             self._came, self._until = False, min(now + self._linger_s, self._latest)
         if now > self._until:
+            self.end()
+
+    def end(self) -> None:
+        """Close it, unless some of the answer would be lost by that. TLS only once: asyncio forgets all of it at the second."""
+        if self._flushes or (not self._transport.is_closing() and untaken(self._transport) <= SENT_BYTES):
             self._transport.close()
 
 
@@ -82,7 +91,7 @@ def untaken(transport: asyncio.Transport | None) -> int:
     made = transport.get_extra_info("socket") if transport is not None else None
     try:
         kernels = 0 if made is None else int.from_bytes(fcntl.ioctl(made.fileno(), termios.TIOCOUTQ, NOTHING), sys.byteorder)
-    except OSError:
+    except (OSError, ValueError):  # it is closed
         kernels = 0
     return kernels + (transport.get_write_buffer_size() if transport is not None else 0)
 
@@ -100,8 +109,12 @@ def close(
         return Lingering(transport, bounds, now, bounds.linger_s)
     if idle and transport.can_write_eof():
         return Lingering(transport, bounds, now, min(UNTOLD_LINGER_S, bounds.linger_s))
-    transport.close()
-    return None
+    if transport.can_write_eof():
+        transport.close()
+        return None
+    lingering = Lingering(transport, bounds, now, 0.0)
+    asyncio.get_running_loop().call_soon(lingering.end)  # by then the loop has made the write that it put off
+    return lingering
 
 
 def unread(transport: asyncio.Transport | None) -> bool:

@@ -197,6 +197,14 @@ class Stub:
 
     def resume_reading(self) -> None: ...
 
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def get_extra_info(self, _name: str) -> None: ...
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def close(self) -> None:
         self.closed = True
 
