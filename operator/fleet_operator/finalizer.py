@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.fleet import DRAIN
+from fleet_api.v1alpha1.status import FleetStatus
 from fleet_operator.cluster.interface import FLEET, POD, POOL, ClusterError, NotFoundError, Object
 from fleet_operator.names import FLEET as FLEET_LABEL
 from fleet_operator.names import ROLE
@@ -18,7 +19,7 @@ from fleet_operator.observe import timestamp
 from fleet_operator.outcome import Outcome, StopError
 from fleet_operator.ownership import owned
 from fleet_operator.write_through import WriteThrough
-from fleet_planner.ending import Ending, EndingMemory
+from fleet_planner.ending import Ending, EndingMemory, held_status
 from fleet_planner.events import Deed
 from fleet_planner.roles import ROLES
 from fleet_planner.types import Problem
@@ -49,6 +50,11 @@ def ending_of(fleet: InferenceFleet, raw: Object, named: frozenset[str] | None, 
     if not is_ending(raw) or fleet.spec.deletion is None:
         return None
     return Ending(timestamp(raw["metadata"]["deletionTimestamp"]) or 0.0, fleet.spec.deletion.wait_s, named, memory)
+
+
+def kept_by_others(raw: Object, before: FleetStatus, now: float) -> FleetStatus:
+    """What is said of one that is going, and is still there."""
+    return held_status(before, _finalizers(raw), raw["metadata"].get("generation", 0), now)
 
 
 def still_ours(raw: Object, live: Live) -> dict[tuple[str, str], Object]:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from fleet_api.conditions import rfc3339, set_condition
 from fleet_api.parse import ManifestError
 from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.v1alpha1.status import FleetStatus
 from fleet_operator.adapters.follow import AdapterFollower
 from fleet_operator.apply import Applier
 from fleet_operator.cluster.interface import (
@@ -35,13 +36,14 @@ from fleet_operator.cluster.interface import (
     ClusterError,
     Kind,
     Listed,
+    NotFoundError,
     Object,
     UnavailableError,
     WatchEvent,
 )
 from fleet_operator.cluster.kinds import kind_of
 from fleet_operator.compare import contains
-from fleet_operator.finalizer import as_asked, ending_of, is_ending, is_going, release, same_wish, still_ours
+from fleet_operator.finalizer import as_asked, ending_of, is_ending, is_going, kept_by_others, release, same_wish, still_ours
 from fleet_operator.fleet_objects import FleetObjects
 from fleet_operator.fleet_state import FleetState, aged, heed, is_restless
 from fleet_operator.flip.follow import FlipFollower
@@ -305,9 +307,7 @@ class Reconciler:
 
     async def _one(self, key: Key) -> None:
         raw = self._objects.fleets.get(key)
-        if raw is None or is_going(raw):
-            return  # children go by garbage collection; recreating one would fight it
-        if not self._owns(key[0]):
+        if raw is None or not self._owns(key[0]):
             return
         state = self._state_of(key, raw)
         if (wait_s := state.pace.wait_s(self._monotonic())) > 0:
@@ -391,6 +391,8 @@ class Reconciler:
 
     async def reconcile_once(self, key: Key, raw: Object, state: FleetState) -> Outcome:
         """Plan and apply one fleet."""
+        if is_going(raw):  # children go by garbage collection; recreating one would fight it
+            return await self._say(key, raw, kept_by_others(raw, present_status(raw), self._now()))
         try:
             state.known = parse_again(state.known, raw, state.settled.words)
         except ManifestError as error:
@@ -473,12 +475,18 @@ class Reconciler:
         found = set_condition(present.conditions, "Accepted", "False", "Invalid", words, generation=generation, now=now)
         unready = f"spec refused, what runs goes on unattended: {words}"
         conditions = set_condition(found, "Ready", "False", "NotAccepted", unready, generation=generation, now=now)
-        after = present.model_copy(update={"conditions": conditions, "observed_generation": generation})
-        outcome = Outcome()
-        if not contains(raw.get("status") or {}, after.to_dict()):
-            await self._writer.patch_status(FLEET, *key, after.to_dict())
+        return await self._say(key, raw, present.model_copy(update={"conditions": conditions, "observed_generation": generation}))
+
+    async def _say(self, key: Key, raw: Object, status: FleetStatus) -> Outcome:
+        """One pass that does nothing else."""
+        outcome, wish = Outcome(), status.to_dict()
+        if not contains(raw.get("status") or {}, wish):
+            try:
+                await self._writer.patch_status(FLEET, *key, wish)
+            except NotFoundError:
+                return Outcome(gone=True)
             outcome.writes += 1
-        await self._recorder.record(raw, after, outcome, {})
+        await self._recorder.record(raw, status, outcome, {})
         return outcome
 
     def _owns(self, namespace: str) -> bool:

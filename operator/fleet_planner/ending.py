@@ -15,12 +15,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from fleet_api.conditions import ConditionType, rfc3339, set_conditions
+from fleet_api.conditions import CONDITION_TYPES, ConditionType, rfc3339, set_conditions
 from fleet_api.quantities import format_ratio
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FleetStatus, RoleStatus, TierStatus
 from fleet_planner.clock import FUTURE_S
-from fleet_planner.events import DELETING, DELETION_LATE
+from fleet_planner.events import DELETING, DELETION_LATE, HELD_BY_OTHERS
 from fleet_planner.flip import known_as
 from fleet_planner.gang import workers_of
 from fleet_planner.memory import ClockMemory
@@ -104,6 +104,19 @@ def plan_ending(fleet: InferenceFleet, observed: Observed, ending: Ending, clock
         late=late,
         left_s=left_s,
     )
+
+
+def held_status(before: FleetStatus, finalizers: Collection[str], generation: int, now: float) -> FleetStatus:
+    """Of a fleet that was deleted and that only `finalizers` of others keep: nobody looks after it any more, so it is not Ready,
+    and of what runs nothing is known. Counts stay as they were last seen."""
+    who = f"finalizer {', '.join(finalizers)} of somebody else, who takes it off"
+    words = f"deleted, and kept by {who}; what runs goes on unattended: nothing is made, repaired, scaled or rolled out any more"
+    verdicts: dict[ConditionType, Verdict] = {}
+    for kind in (kind for kind in CONDITION_TYPES if kind != "Accepted" and before.condition(kind) is not None):
+        verdicts[kind] = ("False" if kind in ENDS_WITH_IT else "Unknown", HELD_BY_OTHERS, "the fleet is deleted")
+    verdicts |= {"Available": ("Unknown", HELD_BY_OTHERS, words), "Ready": ("False", HELD_BY_OTHERS, words)}
+    conditions = set_conditions(before.conditions, verdicts, generation=generation, now=now)
+    return before.model_copy(update={"observed_generation": generation, "conditions": conditions})
 
 
 def _is_leaving(worker: Replica) -> bool:

@@ -23,6 +23,8 @@ NAMES_MOST = 3
 DELETING: Final = "Deleting"
 DELETION_LATE: Final = "DeletionLate"
 """Reasons of a fleet that was deleted and is kept by our finalizer: it drains; its time is over, and something still ran."""
+HELD_BY_OTHERS: Final = "HeldByFinalizer"
+"""It was deleted and is kept by somebody else's: nothing of ours is to be done any more."""
 SEVERE: Final = frozenset(
     {
         "AgentsSuspected",
@@ -58,7 +60,9 @@ SEVERE: Final = frozenset(
     }
 )
 """Reasons that warn even when the fleet was never well: somebody has to do something."""
-IN_ORDER: Final = frozenset({DELETING, "NoPeerKey", "PeerKeyPending", "Progressing", "Paused", "Prefetching", "Queued", "Waking"})
+IN_ORDER: Final = frozenset(
+    {DELETING, HELD_BY_OTHERS, "NoPeerKey", "PeerKeyPending", "Progressing", "Paused", "Prefetching", "Queued", "Waking"}
+)
 """Reasons of states that are neither good nor bad."""
 QUOTA: Final = "QuotaExceeded"
 NAME_CONFLICT = "NameConflict"
@@ -163,13 +167,14 @@ def _transition(before: Condition | None, after: Condition) -> Event | None:
     """A condition that changed its status or reason; what is well from the start is no news."""
     if before is not None and _meaning(before) == _meaning(after):
         return None
-    if after.type != "Available" and after.reason in (DELETING, DELETION_LATE):  # that one says it
+    if after.type != "Available" and after.reason in (DELETING, DELETION_LATE, HELD_BY_OTHERS):  # that one says it
         return None
     was_good = before is not None and _good(before)
     if _good(after):
         news = before is not None and not was_good and (before.reason not in UNTOLD or after.type == "Ready")
         return Event("Normal", after.reason, after.message, "Reconcile") if news else None
-    silent = (after.status == "Unknown" and after.type != "TelemetryFresh") or after.reason in TOLD_ELSEWHERE
+    unknown = after.status == "Unknown" and after.type != "TelemetryFresh" and after.reason != HELD_BY_OTHERS
+    silent = unknown or after.reason in TOLD_ELSEWHERE
     silent |= (before is None or before.reason in AT_FIRST) and after.reason in AT_FIRST
     severe = after.reason in SEVERE
     if silent or after.type == REPEATED or (after.type == "TelemetryFresh" and not was_good and not severe):

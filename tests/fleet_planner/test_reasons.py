@@ -39,6 +39,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "FabricSuspected": ("Disaggregating", "False", "Warning", "Warning"),
     "Fresh": ("TelemetryFresh", "True", "", ""),
     "HealingBudgetSpent": ("Disaggregating", "False", "Warning", "Warning"),
+    "HeldByFinalizer": ("Available", "Unknown", "Normal", "Normal"),
     "InRatio": ("WithinRatio", "True", "", ""),
     "Invalid": ("Accepted", "False", "Warning", "Warning"),
     "KvFailing": ("Disaggregating", "False", "Warning", "Warning"),
