@@ -379,8 +379,8 @@ class Reconciler:
             self.touch(key)
 
     def _later(self, key: Key, delay_s: float) -> None:
-        """Look again after this time, or before when something happens."""
-        self._later_at[key] = self._monotonic() + delay_s
+        """Look again after this time, or before when something happens or was asked for."""
+        self._later_at[key] = min(self._monotonic() + delay_s, self._later_at.get(key, float("inf")))
         asyncio.get_running_loop().call_later(delay_s + TICK_S, self._look_at_due)
 
     def _look_at_due(self) -> None:

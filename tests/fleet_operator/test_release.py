@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fleet_api.v1alpha1.fleet import DRAIN
-from fleet_operator.cluster.interface import FLEET, POD
+from fleet_operator.cluster.interface import FLEET, POD, ForbiddenError
+from tests.fleet_operator.test_deletion import read
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
 
@@ -77,3 +78,23 @@ def test_one_that_goes_while_that_is_said_is_no_failure():
         assert [event for event in await world.events() if event.startswith("Warning")] == []
 
     play(scenario)
+
+
+def test_its_time_is_over_when_it_is_over_though_another_look_was_to_come_later():
+    """The pace after failures asked for a look in 15 s, and with that the one that was due before was forgotten."""
+
+    async def scenario(world: World) -> None:
+        world.api.refuse = lambda verb, kind, name: ForbiddenError("not now") if (verb, kind) == ("delete", POD) else None
+        deleted_at = world.now
+        await world.user.delete(FLEET, NAMESPACE, "f")
+        for _ in range(45):
+            await read(world, busy={"decode": 1.0})
+            await world.step()
+        assert len(await world.store.list(POD, NAMESPACE)) == 3
+        world.now = deleted_at + 50
+        await world.touch()
+        world.now = deleted_at + 61
+        await world.operator.drain()
+        assert not await world.exists(FLEET, "f")
+
+    play(scenario, deletion={"wait": "60s"})
