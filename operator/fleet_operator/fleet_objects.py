@@ -94,14 +94,16 @@ class FleetObjects:
         for key, objects in self._children.items():
             yield from (((key[0], name), found) for (its, name), found in objects.items() if its == kind.kind)
 
-    def mark_leaving(self, kind: Kind, namespace: str | None, name: str, at: str) -> Key | None:
-        """Somebody was asked to delete it: it is not to be deleted twice, and not gone before the watch says so."""
-        for key, objects in self._children.items() if kind != FLEET else ():
-            found = objects.get((kind.kind, name)) if key[0] == namespace else None
-            if found is not None and "deletionTimestamp" not in found["metadata"]:
-                objects[kind.kind, name] = {**found, "metadata": {**found["metadata"], "deletionTimestamp": at}}
-                return key
-        return None
+    def mark_leaving(self, kind: Kind, name: str, uid: str | None, at: str) -> Key | None:
+        """Somebody was asked to delete the child of this uid: it is not to be deleted twice, and not gone before the watch says
+        so. What has its name by now is another one."""
+        if (key := self._where.get(uid or "")) is None:
+            return None
+        found = self._children[key][kind.kind, name]
+        if "deletionTimestamp" in found["metadata"]:
+            return None
+        self._children[key][kind.kind, name] = {**found, "metadata": {**found["metadata"], "deletionTimestamp": at}}
+        return key
 
     def child(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
         """The child of this name, whichever fleet it belongs to."""

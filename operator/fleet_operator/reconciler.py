@@ -192,8 +192,8 @@ class Reconciler:
         if kind in FOLLOWED:  # of another kind nobody would ever tell that it is gone
             self.feed(kind, WatchEvent("MODIFIED", made))
 
-    def _asked_to_go(self, kind: Kind, namespace: str | None, name: str) -> None:
-        key = self._objects.mark_leaving(kind, namespace, name, rfc3339(self._now()))
+    def _asked_to_go(self, kind: Kind, name: str, uid: str | None) -> None:
+        key = self._objects.mark_leaving(kind, name, uid, rfc3339(self._now()))
         if key is not None:
             self.touch(key)
 

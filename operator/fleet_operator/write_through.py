@@ -11,14 +11,14 @@ from fleet_operator.cluster.kinds import kind_of
 
 
 class WriteThrough:
-    """A `Cluster` that tells `written` the answer of each write, `leaving` what was asked to go and `absent` what was to be
-    changed or to go and is not there: (kind, namespace, name)."""
+    """A `Cluster` that tells `written` the answer of each write, `leaving` what was asked to go (kind, name, uid) and `absent`
+    what was to be changed or to go and is not there (kind, namespace, name)."""
 
     def __init__(
         self,
         cluster: Cluster,
         written: Callable[[Kind, Object], None],
-        leaving: Callable[[Kind, str | None, str], None],
+        leaving: Callable[[Kind, str, str | None], None],
         absent: Callable[[Kind, str | None, str], None],
     ) -> None:
         self._cluster = cluster
@@ -85,7 +85,7 @@ class WriteThrough:
         self.asked += 1
         with self._told_of_absence(kind, namespace, name):
             await self._cluster.delete(kind, namespace, name, uid=uid, grace_s=grace_s)
-        self._leaving(kind, namespace, name)
+        self._leaving(kind, name, uid)
 
     async def patch_status(
         self, kind: Kind, namespace: str | None, name: str, status: Object, *, version: str | None = None

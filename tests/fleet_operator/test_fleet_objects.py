@@ -157,14 +157,25 @@ def test_what_a_list_leaves_out_is_added():
 def test_what_was_asked_to_go_is_leaving_until_the_watch_says_that_it_is_gone():
     cache = FleetObjects()
     cache.take(POD, WatchEvent("ADDED", obj(1)))
-    assert cache.mark_leaving(POD, "ml", "p", "now") == KEY
+    assert cache.mark_leaving(POD, "p", "u1", "now") == KEY
     assert [child["metadata"].get("deletionTimestamp") for child in cache.children(KEY).values()] == ["now"]
-    assert cache.mark_leaving(POD, "ml", "p", "later") is None
-    assert cache.mark_leaving(POD, "ml", "other", "now") is None
+    assert cache.mark_leaving(POD, "p", "u1", "later") is None
+    assert cache.mark_leaving(POD, "other", "u2", "now") is None
+    assert cache.mark_leaving(POD, "p", None, "now") is None
     cache.take(POD, WatchEvent("MODIFIED", obj(2)))  # the server's own word stands above ours
     assert "deletionTimestamp" not in next(iter(cache.children(KEY).values()))["metadata"]
     cache.take(POD, WatchEvent("DELETED", obj(3)))
     assert cache.children(KEY) == {}
+
+
+def test_what_has_its_name_by_the_time_of_the_answer_is_not_leaving():
+    """Nobody would have said otherwise until that one changed: its worker was believed to go, and another made in its place."""
+    cache = FleetObjects()
+    cache.take(POD, WatchEvent("ADDED", obj(1, "old")))
+    cache.take(POD, WatchEvent("DELETED", obj(2, "old")))
+    cache.take(POD, WatchEvent("ADDED", obj(3, "new")))
+    assert cache.mark_leaving(POD, "p", "old", "now") is None
+    assert ["deletionTimestamp" in child["metadata"] for child in cache.children(KEY).values()] == [False]
 
 
 def test_fleets_on_a_node():
