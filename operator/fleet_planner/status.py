@@ -162,7 +162,9 @@ def _rolling(fleet: InferenceFleet, views: Sequence[TierView], observed: Observe
         return "False", "ProgressDeadlineExceeded", f"{'; '.join(words)}; mend the spec, or go back: {_undo(fleet, late)}"
     failed = [f"tier {view.tier.name}: {view.plan.rollout.message}" for view in views if view.plan.rollout.failed]
     if failed:
-        return "False", "RolledBack", f"{'; '.join(failed)}; the old revision serves; mend the spec to try another one"
+        again = f"fleet rollout restart {fleet.metadata.name} -n {fleet.metadata.namespace}"
+        hint = f"the old revision serves; mend the spec to try another one, or have this one tried again: {again}"
+        return "False", "RolledBack", f"{'; '.join(failed)}; {hint}"
     rolling = [f"tier {view.tier.name}: {_moving(view.plan.rollout)}" for view in views if view.plan.rolling]
     rolling += _not_served(views) + _not_begun(fleet, views, observed) + _left({view.tier.name for view in views}, observed)
     if rolling and fleet.spec.rollout.paused:

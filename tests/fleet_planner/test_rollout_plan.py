@@ -224,11 +224,14 @@ def cannot_start(world: World) -> None:
     world.observed = replace(world.observed, pods=tuple(changed))
 
 
+TRY_AGAIN = "mend the spec to try another one, or have this one tried again: fleet rollout restart f -n n"
+
+
 @pytest.mark.parametrize(
     ("rollout", "reason", "next_step"),
     [
         ({}, "ProgressDeadlineExceeded", "; mend the spec, or go back: fleet rollout undo f -n n"),
-        ({"canary": CANARY}, "RolledBack", "; the old revision serves; mend the spec to try another one"),
+        ({"canary": CANARY}, "RolledBack", f"; the old revision serves; {TRY_AGAIN}"),
     ],
     ids=["plain", "canary"],
 )
