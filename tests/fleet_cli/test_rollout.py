@@ -156,6 +156,15 @@ def test_progress(reason: str, generation: int, over: bool, failed: bool):
     assert progress(fleet)[1:] == (over, failed)
 
 
+@pytest.mark.parametrize("reason", ["Progressing", "Complete", "Deleting", "HeldByFinalizer"])
+def test_the_rollout_of_a_deleted_fleet_that_is_still_there_is_over(reason: str):
+    """It was followed for as long as --timeout lets, and one that had been complete was told as such."""
+    conditions = [{"type": "RollingOut", "status": "False", "reason": reason, "message": "words"}]
+    meta = {"generation": 1, "deletionTimestamp": "2026-01-01T00:00:00Z"}
+    told = progress({"metadata": meta, "status": {"observedGeneration": 1, "conditions": conditions}})
+    assert told == ("the fleet is deleted: nothing is rolled out any more", True, True)
+
+
 def test_a_spec_that_the_operator_refuses_is_no_rollout_that_is_complete():
     """The condition of the rollout stands as the last accepted spec left it: a pipeline was told that its change is out."""
     refused = {"type": "Accepted", "status": "False", "reason": "Invalid", "message": "spec.tiers[0]: wrong"}

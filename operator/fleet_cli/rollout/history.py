@@ -177,6 +177,8 @@ def table(found: Iterable[Entry], fleet: Object) -> str:
 
 def progress(fleet: Object) -> tuple[str, bool, bool]:
     """`fleet rollout status`: the words, whether it is over, whether it failed."""
+    if "deletionTimestamp" in fleet["metadata"]:
+        return "the fleet is deleted: nothing is rolled out any more", True, True
     found = {c["type"]: c for c in (fleet.get("status") or {}).get("conditions", [])}
     rolling = found.get("RollingOut")
     generation = fleet["metadata"].get("generation", 0)
