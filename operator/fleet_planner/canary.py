@@ -5,6 +5,7 @@ A canary step lasts at least `interval` from the moment at which its workers ser
 data never passes a step. Every reading is judged: the first breach rolls back, at once. Workers that crash again and again are
 one, whether or not they have requests (crashes.py). A revision that was rolled back is not tried again; any other revision is.
 Only what routers counted since its rollout began is its own.
+A paused canary stays one, with its share, and is judged, whichever third revision the spec asks for meanwhile.
 A rollout does not end because all old workers are lost at once, neither before its canary is judged nor while it is paused.
 The deadline for progress runs while workers are on their way: it begins anew when a step was passed and when a paused rollout
 goes on.
@@ -59,7 +60,7 @@ def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -
     known = before or RolloutStatus(stable=_present(scene))
     target = known.stable if scene.wanted == known.failed and known.stable in scene.groups else scene.wanted
     if spec.paused and known.stable in scene.groups and not any(larger_of(scene.groups.get(target, Group(target)))):
-        target = known.stable  # a paused fleet begins nothing
+        target = known.target if _is_canary(spec, known, scene) else known.stable  # a paused fleet begins nothing, and ends none
     failed = known.failed if scene.wanted == known.failed else ""
     others = [group for name, group in scene.groups.items() if name != target and any(larger_of(group))]
     if not others and not _is_held_open(spec, known, target, scene):
@@ -76,6 +77,12 @@ def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -
         told = {} if failed else {"message": scene.crashing.get(target, "")}
         return Course(target, None, status.model_copy(update={"percent": None, **told}))
     return _judged(spec, spec.canary, status, scene)
+
+
+def _is_canary(spec: RolloutSpec, known: RolloutStatus, scene: Scene) -> bool:
+    """The rollout that goes on is still judged, and has workers that answer."""
+    judged = spec.canary is not None and known.step < len(spec.canary.steps) and known.target not in ("", known.stable)
+    return judged and any(larger_of(scene.groups.get(known.target, Group(known.target))))
 
 
 def _is_held_open(spec: RolloutSpec, known: RolloutStatus, target: str, scene: Scene) -> bool:

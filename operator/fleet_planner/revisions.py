@@ -106,7 +106,8 @@ def plan_tier(
     unready_words = _unready(replicas, now)
     scene = Scene(wanted, groups, telemetry.revisions, want, limits, now, crashing(replicas, now), unready_words, had)
     course = plot_course(fleet.spec.rollout, _before(fleet, tier).rollout, scene)
-    step = _step(fleet, course, groups, want, limits, replicas, pools, planned, now)
+    back = course.target == course.status.stable == wanted  # the spec asks for what served before
+    step = _step(fleet, course, groups, want, limits, replicas, pools, planned, now, back=back)
     template = templates.get(course.target)
     rests = template is None or not template.flippable or step.rolling or pauses(remembered, now)
     free = None if rests else template
@@ -221,9 +222,12 @@ def _step(
     pools: Mapping[tuple[str, Role], ObservedPool],
     planned: Mapping[str, Pair],
     now: float,
+    *,
+    back: bool,
 ) -> Step:
-    """A pause holds a rollout, but not the way back from a bad revision. So it is held when its own workers are excused
-    (`astray.py`): nobody knows what they do, and those that it would take the place of are well."""
+    """A pause holds a rollout, but not the way back from a bad revision, nor (`back`) to the old one because the spec asks for it
+    again. So it is held when its own workers are excused (`astray.py`): nobody knows what they do, and those that it would take
+    the place of are well."""
     new = groups.get(course.target, Group(course.target))
     olds = [group for revision, group in groups.items() if revision != course.target]
     compat = _compats(replicas.get(course.target, ())) if olds else set[str]()
@@ -233,7 +237,7 @@ def _step(
     suspected = any([replica.leader.excused for replica in replicas.get(course.target, ())])
     paused = fleet.spec.rollout.paused
     there = any(any(old.alive) or (paused and any(planned.get(old.revision, (0, 0)))) for old in olds)
-    if (paused or suspected) and not course.status.failed and there:
+    if ((paused and not back) or suspected) and not course.status.failed and there:
         sizes = zip(ROLES, want, strict=True)
         resized = any(pool.size not in (None, whole) for role, whole in sizes for pool in _of(pools, role))
         return hold_step(want, new, olds, planned, limits, resized=resized)

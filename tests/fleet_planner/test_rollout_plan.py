@@ -78,6 +78,35 @@ def paused_in_the_middle(**rollout: Any) -> World:
     return world
 
 
+@pytest.mark.parametrize("canary", [None, {"steps": [25], "interval": "10m"}], ids=["plain", "canary"])
+def test_an_undo_goes_back_though_the_rollout_is_paused(canary: dict[str, Any] | None):
+    """3 am: who pauses a bad canary and then undoes it was told that it goes back. Its workers stayed until somebody resumed,
+    with more requests than its share, because nobody judged it any more."""
+    rollout = {"canary": canary} if canary else {}
+    world = paused_in_the_middle(**rollout)
+    world.observed = replace(world.observed, templates={"t": Template(OLD, "c")})
+    world.steps(10)
+    assert world.sizes() == ((2, 4), (0, 0))
+
+
+def test_a_paused_canary_stays_one_whatever_the_spec_asks_for_next():
+    """Its workers went on serving without a share, and unjudged, so that errors of theirs rolled nothing back."""
+    canary = {"steps": [25], "interval": "10m"}
+    world = paused_in_the_middle(canary=canary)
+    had = world.sizes()
+    world.observed = replace(world.observed, templates={"t": Template("cccccccc", "c", number=3)})
+    plan = world.steps(3)
+    assert (world.sizes(), [(split.revision, split.percent) for split in plan.splits]) == (had, [(NEW, 25)])
+    assert "revision cccccccc waits until rollout.paused is false" in world.rolling(plan)[1]
+    bad = TierTelemetry(revisions={NEW: RevisionLoad(100, 50, 100, 50)})
+    world.observed = replace(world.observed, telemetry={"t": bad})
+    world.steps(4)
+    assert world.sizes() == ((2, 4), (0, 0))
+    world.configure(canary=canary)
+    plan = world.steps(2)
+    assert [split.revision for split in plan.splits] == ["cccccccc"]
+
+
 def test_a_pause_in_the_middle_keeps_both_groups_and_resuming_goes_on():
     world = paused_in_the_middle()
     plan = world.steps(6)
