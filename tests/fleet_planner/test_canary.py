@@ -71,6 +71,7 @@ def test_time_alone_passes_no_step():
     ("load", "words"),
     [
         pytest.param(replace(GOOD, errors=2), "2 of 100 requests failed", id="errors"),
+        pytest.param(RevisionLoad(20, 1, 20, 1), "1 of 20 requests failed", id="errors-as-soon-as-they-can-be-judged"),
         pytest.param(replace(GOOD, requests=1, total_errors=2), "2 of 100 requests failed", id="few-a-minute-but-many-in-all"),
         pytest.param(replace(GOOD, ttft_p99_s=1.51), "TTFT p99 is 1.510 s, 1.51x of the old revision's 1.000 s", id="ttft"),
         pytest.param(replace(GOOD, itl_p99_s=0.031), "ITL p99 is 0.031 s", id="itl"),

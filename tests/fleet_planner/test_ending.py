@@ -205,7 +205,10 @@ def test_a_worker_over_two_nodes_ends_whole():
     plan = end(seen(*pair(), busy={D0: 1}, **two), LATER)
     assert (gone(plan), [target.name for target in plan.targets]) == ([], [D0])
     assert gone(end(seen(*pair(), idle={D0: LATER}, **two), LATER)) == [D0, f"{D0}-1"]
-    assert gone(end(seen(*pair(terminating=True), busy={D0: 1}, **two), LATER)) == [D0]  # one that lost a pod has lost all
+    half = end(seen(*pair(terminating=True), busy={D0: 1}, **two), LATER)
+    assert gone(half) == [D0]  # one that lost a pod has lost all
+    assert half.ended is not None
+    assert not half.ended.release, "a pod of it stays, that this pass may fail to delete"
 
 
 @pytest.mark.parametrize("named", [frozenset(), None], ids=["an-empty-document", "no-document"])
@@ -261,6 +264,9 @@ def test_what_it_wanted_it_wants_no_more():
         found = [after.condition(kind) for kind in ("RollingOut", "CapacityLimited")]
         assert [(one.status, one.reason, one.message) for one in found if one] == [("False", reason, "the fleet is deleted")] * 2
         assert [event.reason for event in events_of(before, after, Pass("f"))] == [reason]
+        rest = {one.type: one.status for one in after.conditions if one.type not in (*wanted, "Ready", "Available")}
+        assert rest == {one.type: one.status for one in before.conditions if one.type in rest}, "of these nobody knows better"
+        assert "True" in rest.values()
 
 
 def test_one_event_when_it_begins_and_a_warning_when_something_is_cut():
@@ -296,6 +302,11 @@ def test_a_clock_that_is_set_neither_cuts_nor_prolongs(set_s: float):
     assert third.ended is not None
     assert not third.delete
     assert third.ended.left_s == pytest.approx(1699.0) or set_s < 0
+    # nothing was left to hand over since: as long ago as before
+    alone = replace(seen(worker(D0), busy={D0: 1}), clock=first.clock, clock_set_s=set_s)
+    fourth = end(alone, at + set_s + 1, EndingMemory(DELETED, DELETED, at))
+    assert fourth.ended is not None
+    assert fourth.ended.memory.prefilled_at == at + set_s
 
 
 # -- every small ending ---------------------------------------------------------------------------------------------------

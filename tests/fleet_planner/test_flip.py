@@ -76,6 +76,8 @@ def test_a_pair_of_a_creation_and_a_deletion_becomes_a_flip_and_is_planned_the_s
     assert [(r.uid, r.role, r.pool, r.took_s) for r in done.relabels] == [
         (plan.flips[0].uid, "prefill", "f-t-prefill-aaaaaaaa", 4.0)
     ]
+    early = reconcile(wish(2, 2), replace(waiting, flips=proven), NOW - 4)
+    assert [r.took_s for r in early.relabels] == [0.0], "the clock was set back"
     settled = after(done, replace(waiting, flips={}))
     rest = reconcile(wish(2, 2), settled, NOW + 5)
     assert (did(rest), rest.relabels) == ((0, 0, 0), ())
@@ -230,6 +232,14 @@ def test_a_worker_on_its_way_has_its_time():
 def test_words_without_a_proof_change_nothing():
     plan = reconcile(wish(2, 2), on_the_way(flips={UID: FlipReport("prefill", "Serving")}), NOW + 1)
     assert (did(plan), plan.relabels) == ((0, 0, 0), ())
+
+
+def test_a_worker_that_goes_is_not_relabelled_though_it_proved_itself():
+    """Somebody deleted it: as one of its new role it would be counted, and told to the routers, while it ends."""
+    going = on_the_way(flips={UID: FlipReport("prefill", "Serving", proof="equal tokens")})
+    observed = replace(going, pods=(*going.pods[:-1], replace(going.pods[-1], terminating=True)))
+    plan = reconcile(wish(2, 2), observed, NOW + 1)
+    assert (plan.relabels, [wanted.role for wanted in plan.create]) == ((), ["prefill"])
 
 
 def test_a_worker_that_dies_on_its_way_is_made_anew_in_the_role_that_it_was_to_take():

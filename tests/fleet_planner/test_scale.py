@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given
@@ -47,6 +47,17 @@ def test_shrinking_waits_for_a_whole_window():
         found = want(inputs(current), load(0, 0, second), memory, second)
         memory = found.memory
         assert (found.prefill, found.decode) == ((3, 6) if second < 120 else (1, 1)), second
+
+
+def test_without_a_window_workers_leave_at_once():
+    """scaleDownWindow: 0s."""
+    at_once = replace(inputs((3, 6)), scaling=ScalingSpec(scale_down_window="0s"))
+    memory = ScaleMemory()
+    for second, inflight, sizes in ((0, (9, 70), (3, 6)), (5, (0, 0), (1, 1)), (5, (9, 70), (3, 6)), (10, (0, 0), (1, 1))):
+        found = want(at_once, load(*inflight, second), memory, second)
+        memory = found.memory
+        assert (found.prefill, found.decode) == sizes, second
+        assert len(memory.wants) == 1
 
 
 def test_of_two_wants_of_one_moment_the_larger_is_remembered_for_as_long_as_the_later():

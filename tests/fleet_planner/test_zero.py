@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet_api.v1alpha1.status import FleetStatus, RolloutStatus, TierStatus
+from fleet_api.conditions import rfc3339
+from fleet_api.v1alpha1.status import FleetStatus, RolloutStatus, TierStatus, ZeroStatus
 from fleet_planner.reconcile import reconcile
 from fleet_planner.types import Demand, RouterView, Template
 from fleet_planner.zero import rolls
@@ -179,6 +180,28 @@ def test_what_was_heard_between_two_readings_wakes():
     world.now += 1
     assert len(reconcile(world.spec, world.observed, world.now).create) == 3
     assert reconcile(world.spec, world.observed, world.now + 60).create == ()  # that was long ago
+
+
+def test_it_is_enough_that_one_tier_s_reading_tells_what_routers_hold():
+    """Workers of the first tier could not be read, and so it says nothing of the routers."""
+    world = World(fleet([{"name": "t"}, {"name": "u"}]))
+    world.rest()
+    world.held, world.now = 1, world.now + 1
+    world.read()
+    known = world.observed.telemetry
+    world.observed = replace(world.observed, telemetry={**known, "t": replace(known["t"], demand=None)})
+    assert {wanted.tier for wanted in reconcile(world.spec, world.observed, world.now).create} == {"t", "u"}
+
+
+def test_a_fleet_whose_workers_serve_on_has_not_taken_its_time_at_zero_to_wake():
+    """Somebody asked before they had gone: it stays idle as long as before until it rests again."""
+    world = World()
+    world.settle()
+    long_ago = ZeroStatus(state="AtZero", since=rfc3339(world.now - 900))
+    world.observed = replace(world.observed, rest=replace(world.observed.rest, zero={"t": long_ago}))
+    world.held = 1
+    plan = world.step()
+    assert (plan.rest.woke_in_s, plan.status.tiers[0].zero, world.workers()) == (0.0, None, 3)
 
 
 def test_waking_goes_on_over_a_restart_of_the_operator():
