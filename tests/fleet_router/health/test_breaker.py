@@ -46,11 +46,15 @@ def test_a_success_between_failures_begins_anew():
 
 
 def test_a_worker_that_fails_every_second_request_is_an_outlier():
+    """That others of its answers begin forgets nothing."""
     breaker, now = Breaker(), 0.0
     for i in range(64):
         now += 0.1
-        if breaker.failed(now) if i % 2 else breaker.succeeded():
+        if i % 2 and breaker.failed(now):
             break
+        assert not breaker.answers(now), "it is closed, and closes by nothing"
+        if i % 2 == 0:
+            breaker.succeeded()
     else:
         pytest.fail("never put out")
     assert not breaker.closed

@@ -51,8 +51,13 @@ def test_without_any_pair_the_decode_worker_prefills(policy: str):
 def test_pairs_of_workers_that_left_are_forgotten():
     pairs = PairHealth()
     pairs.failed("p1", "d1", 1.0)
-    pairs.keep(frozenset({"p1"}))
-    assert pairs.breakers == {}
+    pairs.failed("p2", "d2", 1.0)
+    for prefill, decode in (("p1", "d2"), ("p2", "d1"), ("p2", "d3")):
+        pairs.succeeded(prefill, decode, 2.0)
+    pairs.keep(frozenset({"p2", "d1", "d2"}))
+    assert (set(pairs.breakers), set(pairs.moved)) == ({("p2", "d2")}, {("p2", "d1")})
+    pairs.keep(frozenset({"p2"}))
+    assert (pairs.breakers, pairs.moved) == ({}, {})
 
 
 def test_a_pair_lasts_when_it_is_put_out_again_until_kv_moves():

@@ -11,7 +11,7 @@ import pytest
 
 from fleet_router.ending import framed
 from fleet_router.follow.liveness import alive
-from fleet_router.health.patience import budget_s, whole_answer_s
+from fleet_router.health.patience import budget_s, patient, whole_answer_s
 from fleet_router.health.silence import Waits, silent
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.estimate import Line
@@ -276,6 +276,25 @@ def test_a_prefill_worker_that_decodes_has_as_long_as_any():
         decode.elsewhere(0, 0, rig.context.clock())
 
     run(go, config=msgspec.structs.replace(CONFIG, worker_slots=1, decide="cost"))
+
+
+@pytest.mark.parametrize(
+    ("more", "most_s", "between_s"),
+    [
+        pytest.param({}, 600.0, 30.0, id="all is seen"),
+        pytest.param({"include_reasoning": True}, 600.0, 30.0, id="it is asked for"),
+        pytest.param({"include_reasoning": False}, 600.0, 60.0 + 100 * 0.05, id="its own limit"),
+        pytest.param({"include_reasoning": False, "max_tokens": None}, 600.0, 60.0 + 1_000 * 0.05, id="the fleet's"),
+        pytest.param({"include_reasoning": False, "max_tokens": 1_000}, 80.0, 80.0, id="as long as a whole answer"),
+        pytest.param({"include_reasoning": False}, 20.0, 30.0, id="never shorter than what is seen"),
+        pytest.param({"include_reasoning": False, "stream": False}, 600.0, 30.0, id="no stream"),
+    ],
+)
+def test_how_long_a_stream_may_say_nothing(more: dict[str, Any], most_s: float, between_s: float):
+    body = {"model": "m", "messages": [{"role": "user", "content": "why"}], "max_tokens": 100, "stream": True}
+    config = msgspec.structs.replace(BUDGET, whole_answer_most_s=most_s, inter_token_deadline_s=30.0)
+    found = patient(parse_body(msgspec.json.encode(body | more), True, config), config)
+    assert found == msgspec.structs.replace(config, inter_token_deadline_s=between_s)
 
 
 @pytest.mark.parametrize("seen", [True, False])
