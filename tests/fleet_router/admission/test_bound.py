@@ -42,3 +42,14 @@ def test_the_meter_knows_nothing_at_first_and_forgets_the_past():
     assert meter.per_s(100, 120.0) == 0.0
     meter.sample(100, 1000.0)
     assert meter.per_s(100, 1001.0) is None  # a pause says nothing of now
+
+
+def test_the_meter_goes_on_from_window_to_window():
+    """Samples do not come at a window's very end; only after a longer pause nothing is known."""
+    meter = RateMeter()
+    for i in range(100):
+        now = 100.0 + 0.3 * i
+        meter.sample(3 * i, now)
+        assert meter.per_s(3 * i, now) == (None if now < 102.5 else pytest.approx(10.0)), now
+    meter.sample(400, now + 10.5)
+    assert meter.per_s(400, now + 12.9) is None

@@ -137,6 +137,25 @@ def test_a_name_that_means_two_things_in_two_media_leaves_nothing_behind():
     assert (made._fast, made._slow, len(made)) == ({}, {}, 0)
 
 
+def test_what_goes_that_was_never_told_of_and_what_tells_of_no_block_is_nothing():
+    """Blocks from before a router listened, and those for which it had no room, go all the time."""
+    made = index()
+    made.apply("a", [stored(NAMES[:3]), stored(NAMES[:1], medium="CPU")])
+    made.apply("a", [BlockRemoved(NAMES[4:6], "GPU"), BlockRemoved(NAMES[1:2], "CPU"), BlockRemoved(NAMES[:1], "DISK")])
+    for parent in (None, NAMES[2], 7):
+        made.apply("a", [stored([], TOKENS[:SIZE], parent)])
+    assert (made.depths(KEYS), len(made)) == ([(3, 1)], 4)
+
+
+def test_names_of_adapters_are_not_kept_for_ever():
+    made = index()
+    for number in range(1_000):
+        made.apply("a", [stored(NAMES[:1], TOKENS[:SIZE], lora=f"adapter-{number}"), BlockRemoved(NAMES[:1], "GPU")])
+    assert len(made._holdings["a"].roots) <= 256
+    made.apply("a", [stored(NAMES[:1], TOKENS[:SIZE], lora="adapter-0")])
+    assert made.depths([key_of(name) for name in chain(root_hash("c", SIZE, "adapter-0"), TOKENS, SIZE)]) == [(1, 1)]
+
+
 def test_it_is_bounded():
     made = PreciseIndex(6)
     made.join("a", 1, "c")
@@ -445,42 +464,3 @@ def test_workers_that_join_one_by_one_have_no_more_room_together():
     for number in range(1, 30):
         made.clear(f"w{number}")
     assert (len(made), made._fast, made.lacking) == (0, {}, 0)
-
-
-def test_a_replay_that_began_late_and_broke_off_is_not_all_there_is():
-    """The rest of it began where it should, and the worker was believed in all that it holds."""
-    believed = Believed(1000)
-    believed.join("a", 1, "c")
-    believed.connected("a", 0.0)
-    believed.replayed("a", 0, [(7, batch(stored(NAMES[:1])))], 0.1, last=True, whole=False)
-    believed.check(6.0)
-    assert believed.asks == [("a", 0), ("a", 8)]
-    believed.replayed("a", 8, [(8, batch(stored(NAMES[1:2])))], 6.1, last=True, whole=True)
-    assert (believed.trusted, believed.state("a")) == (0, "partial")
-    believed.lost("a")
-    believed.connected("a", 7.0)
-    believed.replayed("a", 0, [(0, batch(stored(NAMES[:1])))], 7.1, last=True, whole=True)
-    assert (believed.trusted, believed.state("a")) == (1, "live")
-
-
-@pytest.mark.parametrize("held", [1, 3])
-def test_a_batch_that_no_replay_has_is_not_asked_for_again_and_again(held: int):
-    """One of a worker's life before, read behind its end: replays were asked for as fast as they came."""
-    believed = Believed(1000)
-    believed.join("a", 1, "c")
-    believed.connected("a", 0.0)
-    for number in range(held):
-        believed.live("a", 5_000 + number, batch(ts=1.0), 0.0)
-    for at in range(10):
-        asks, believed.asks = believed.asks, []
-        for worker, first in asks:
-            believed.replayed(
-                worker, first, [(0, batch(stored(NAMES[:2])))] if first == 0 else [], 0.001 * at, last=True, whole=True
-            )
-    assert believed.asks == []
-    believed.check(REPLAY_AGAIN_S)
-    assert believed.asks == [("a", 1)]
-    believed.replayed("a", 1, [], REPLAY_AGAIN_S, last=True, whole=True)
-    assert (believed.state("a"), believed.trusted) == ("live", 1)
-    believed.live("a", 1, batch(stored(NAMES[2:3])), REPLAY_AGAIN_S)
-    assert believed.index.depths(KEYS) == [(3, 1)]

@@ -1,0 +1,74 @@
+"""Which knowledge of a worker is believed, and which replays are asked for: what is heard late, twice, or by nobody."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleet_router.kvindex.believed import Believed
+from fleet_router.kvindex.stream import REPLAY_AGAIN_S
+from tests.fleet_router.kvindex.test_precise import KEYS, NAMES, Rig, batch, stored
+
+
+def test_what_was_heard_twice_while_a_replay_was_asked_for_counts_once():
+    """Else it looked like a gap, and what came after it was forgotten."""
+    rig = Rig()
+    rig.worker.store(2)
+    rig.sent = 1
+    rig.believed.connected("w", 0.0)
+    rig.worker.store(5)
+    rig.worker.store(7)
+    rig.publish()
+    rig.believed.live("w", 1, rig.worker.log[1], rig.now)
+    rig.believed.not_replayed("w")
+    assert (rig.believed.state("w"), rig.known()) == ("partial", 7)
+
+
+def test_who_is_not_connected_is_asked_for_nothing():
+    believed = Believed(1000)
+    believed.join("a", 1, "c")
+    believed.connected("a", 0.0)
+    believed.asks = []
+    believed.lost("a")
+    believed.check(REPLAY_AGAIN_S)
+    assert believed.asks == []
+    believed.connected("a", REPLAY_AGAIN_S)
+    assert believed.asks == [("a", 0)]
+
+
+def test_a_replay_that_began_late_and_broke_off_is_not_all_there_is():
+    """The rest of it began where it should, and the worker was believed in all that it holds."""
+    believed = Believed(1000)
+    believed.join("a", 1, "c")
+    believed.connected("a", 0.0)
+    believed.replayed("a", 0, [(7, batch(stored(NAMES[:1])))], 0.1, last=True, whole=False)
+    believed.check(6.0)
+    assert believed.asks == [("a", 0), ("a", 8)]
+    believed.replayed("a", 8, [(8, batch(stored(NAMES[1:2])))], 6.1, last=True, whole=True)
+    assert (believed.trusted, believed.state("a")) == (0, "partial")
+    believed.lost("a")
+    believed.connected("a", 7.0)
+    believed.replayed("a", 0, [(0, batch(stored(NAMES[:1])))], 7.1, last=True, whole=True)
+    assert (believed.trusted, believed.state("a")) == (1, "live")
+
+
+@pytest.mark.parametrize("held", [1, 3])
+def test_a_batch_that_no_replay_has_is_not_asked_for_again_and_again(held: int):
+    """One of a worker's life before, read behind its end: replays were asked for as fast as they came."""
+    believed = Believed(1000)
+    believed.join("a", 1, "c")
+    believed.connected("a", 0.0)
+    for number in range(held):
+        believed.live("a", 5_000 + number, batch(ts=1.0), 0.0)
+    for at in range(10):
+        asks, believed.asks = believed.asks, []
+        for worker, first in asks:
+            believed.replayed(
+                worker, first, [(0, batch(stored(NAMES[:2])))] if first == 0 else [], 0.001 * at, last=True, whole=True
+            )
+    assert believed.asks == []
+    believed.check(REPLAY_AGAIN_S)
+    assert believed.asks == [("a", 1)]
+    believed.replayed("a", 1, [], REPLAY_AGAIN_S, last=True, whole=True)
+    assert (believed.state("a"), believed.trusted) == ("live", 1)
+    believed.live("a", 1, batch(stored(NAMES[2:3])), REPLAY_AGAIN_S)
+    assert believed.index.depths(KEYS) == [(3, 1)]
