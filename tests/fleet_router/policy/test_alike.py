@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.cost import Offer, cheapest
 from fleet_router.policy.trip import Trip
 from tests.fleet_router.policy.test_cost import ask, fleet
@@ -43,3 +44,14 @@ def test_what_was_learnt_of_decode_workers_is_not_what_others_need():
         group.relax(0.9, 0, 1)
     assert workers["d0"].prefill.at(1000) == pytest.approx(0.02, rel=0.5)
     assert workers["p0"].prefill.at(1000) == pytest.approx(2.0, rel=0.5)
+
+
+def test_a_new_decode_worker_is_believed_to_slow_its_streams_down_as_the_others_do():
+    group, workers = fleet(0, 1)
+    for step in range(100):
+        group.spaced(workers["d0"], step % 20 + 1, 0.02 + 0.01 * (step % 20 + 1))
+    new = Candidate("d1", "decode", ("t", "c"), 0)
+    group.adopt(new)
+    for worker in (workers["d0"], new):
+        assert worker.gap.at(10) == pytest.approx(0.12, rel=0.1)
+        assert worker.drag_s == pytest.approx(group.output.value * 0.01, rel=0.1)

@@ -165,6 +165,15 @@ def test_near_equal_costs_are_settled_by_the_ring_alike_in_every_router():
     assert len(seen) == 8
 
 
+@pytest.mark.parametrize(("adapter", "queue_s", "found"), [("billing", 0.1, "p1"), ("billing", 0.5, "p0"), ("", 0.1, "p0")])
+def test_a_prefill_worker_that_loads_an_adapter_first_takes_so_much_longer(adapter: str, queue_s: float, found: str):
+    group, workers = fleet(2, 1)
+    load(workers["d0"], 200)
+    workers["p1"].free_at = 100.0 + queue_s
+    workers["p1"].adapters["billing"] = None
+    assert chosen(cheapest(ask(adapter=adapter), group, (), None)) == (found, "d0")
+
+
 def test_an_adapter_goes_where_it_is_loaded():
     group, workers = fleet(2, 2)
     offer = Offer(0, workers["p1"], workers["d1"], 10, 10, "", 0)

@@ -90,6 +90,27 @@ def test_a_new_pair_pays_for_its_handshake_once():
     assert pairs.cost_s("q", "d", 1000) < 0.01
 
 
+def test_of_a_first_transfer_only_what_it_took_longer_is_the_handshake():
+    pairs = Pairs()
+    for i in range(200):
+        pairs.observe(f"p{i}", "d", 5_000, pairs.common.at(5_000) + 0.4)
+    assert pairs.handshake.value == pytest.approx(0.4, rel=0.05)
+    assert pairs.cost_s("new", "d", 0) == pytest.approx(pairs.common.base + 0.4, rel=0.05)
+
+
+def test_what_all_pairs_have_in_common_fades_once_in_all_parts():
+    pairs = Pairs()
+    for pair in ("p0", "p1", "p2"):
+        for _ in range(20):
+            pairs.observe(pair, "d", 1_000, 0.3)
+    before = pairs.common.weight
+    for part in (1, 2):
+        pairs.relax(0.5, part, 3)
+        assert pairs.common.weight == before
+    pairs.relax(0.5, 0, 3)
+    assert pairs.common.weight == pytest.approx(before / 2)
+
+
 def test_no_pair_is_cheaper_than_the_least():
     pairs, rng = Pairs(), random.Random(3)
     names = [(f"p{i}", f"d{j}") for i in range(4) for j in range(4)]
