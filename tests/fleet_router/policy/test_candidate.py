@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fleet_router.kvindex.pieces import key_chain
 from fleet_router.policy.candidate import (
     CROWD_S,
     MOST_AT_ONCE,
@@ -14,9 +15,12 @@ from fleet_router.policy.candidate import (
     prefill_line,
     prefill_sent,
 )
+from fleet_router.policy.cost import Offer
 from fleet_router.policy.estimate import Line
 from fleet_router.policy.group import OUTPUT_MOST, Group
+from fleet_router.policy.routing import Routing
 from fleet_router.policy.side import WHOLE
+from fleet_router.policy.trip import ADAPTERS_MOST, Trip
 
 KEY = ("t", "c")
 TOKEN_S = 1e-3
@@ -183,3 +187,29 @@ def test_time_forgets_each_worker_in_its_part_and_the_group_once():
         assert sum(line.weight == 0.5 for line in lines) == 4 * (part + 1)
     assert all(one.token_s == one.prefill.slope for one in workers)
     assert {one.prefill.prior_base for one in workers if one.role == "decode"} == {group.speed["decode"].base}
+
+
+# -- coming and going ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("fresh", ["b", "a"], ids=["another one", "the same uid once more"])
+def test_who_comes_after_one_that_left_holds_nothing_of_its(fresh: str):
+    """They have the same bit: a prompt would be sent for KV that is not there."""
+    routing, keys = Routing(), key_chain(b"long " * 500)
+    stays, gone, new = worker("s", "decode"), worker("a", "decode"), worker(fresh, "decode")
+    routing.update([stays, gone], NOW, 0.0)
+    gone_bit = routing.bits.of("a")
+    routing.index.add(keys, "a")
+    routing.underway.sent(keys, gone_bit)
+    assert (routing.known(keys, 2500, 600.0), routing.coming(keys, 2500, 600.0, -1)) == ([(600.0, gone_bit)],) * 2
+    routing.update([stays, new], NOW, 0.0)
+    assert routing.bits.of(fresh) == gone_bit
+    assert (routing.known(keys, 2500, 600.0), routing.coming(keys, 2500, 600.0, -1)) == ([], [])
+    assert (len(routing.index), routing.underway.keys) == (0, 0)
+
+
+def test_of_many_adapters_a_worker_is_taken_to_have_those_that_it_was_asked_for_last():
+    decode = worker("d", "decode")
+    group = grouped(worker("p"), decode)
+    offer = Offer(0, None, decode, 10, 10, "", 0)
+    for number in [*range(ADAPTERS_MOST), 0, ADAPTERS_MOST]:
+        Trip(group, offer, NOW, stream=True, adapter=f"a{number}").over(NOW)
+    assert list(decode.adapters) == [*(f"a{number}" for number in range(2, ADAPTERS_MOST)), "a0", f"a{ADAPTERS_MOST}"]

@@ -28,6 +28,15 @@ def test_it_finds_a_truth_far_from_the_prior(base: float, slope: float):
         assert found.at(x) == pytest.approx(base + slope * x, rel=0.2)
 
 
+def test_what_takes_less_the_more_it_is_takes_what_it_takes_in_the_mean():
+    """Small ones that waited, large ones that did not."""
+    found = line()
+    for _ in range(200):
+        found.observe(1_000, 0.5)
+        found.observe(3_000, 0.3)
+    assert (found.at(0), found.at(4_000)) == (pytest.approx(0.4, rel=0.05), pytest.approx(0.4, rel=0.05))
+
+
 def test_three_answers_are_enough_to_leave_a_wrong_prior():
     found = line()
     for x in (1000, 4000, 2000):
