@@ -63,11 +63,25 @@ def test_what_is_new_of_an_event(said: Said, one: dict[str, Any], found: dict[st
         pytest.param(Said("ab", [1, 2]), json.dumps(choice("ab", [1], finish_reason="stop")).encode(), id="of the tokens"),
         pytest.param(Said("a", finish="length"), json.dumps(choice("a", finish_reason="stop")).encode(), id="another reason"),
         pytest.param(Said(" a", None), json.dumps(choice("a")).encode(), id="a first space is lost from nothing"),
+        pytest.param(Said("ab", [1, 2]), json.dumps(choice("ab", [1, 3])).encode(), id="the same text of other tokens"),
+        pytest.param(Said("ab", [1, 2]), json.dumps(choice("abc", [3, 2, 1])).encode(), id="of the first one already"),
     ],
 )
 def test_a_worker_that_says_less_is_not_the_same(said: Said, payload: bytes):
     with pytest.raises(DiffersError):
         Again(said, Start(), as_chat=False).feed(payload)
+
+
+def test_a_first_space_is_lost_from_the_first_text_only():
+    """Behind sent tokens, of a tokenizer that marks words: also where events without text come first."""
+    said = Said(" a b c", None)
+    again = Again(said, Start(1, 2), as_chat=False)
+    assert [again.feed(json.dumps(choice(text)).encode()) for text in ("", "b", " c")] == [b""] * 3
+    assert json.loads(again.feed(json.dumps(choice(" d")).encode()).removeprefix(b"data: "))["choices"][0]["text"] == " d"
+    once = Again(Said(" a b c", None), Start(1, 2), as_chat=False)
+    once.feed(json.dumps(choice("b")).encode())
+    with pytest.raises(DiffersError):
+        once.feed(json.dumps(choice("c")).encode())
 
 
 @pytest.mark.parametrize(("asked_for", "left"), [(20, 8), (12, 0), (5, 0)])
