@@ -64,6 +64,12 @@ def test_a_clock_that_was_set_back_holds_no_counters_up():
     assert not pace.is_due("u", status(), status(transfers=2))
 
 
+def test_a_status_that_somebody_took_away_is_written_at_once():
+    pace = StatusPace(lambda: 1_000.0)
+    pace.written("u")
+    assert pace.is_due("u", None, status())
+
+
 def test_a_fleet_that_is_gone_is_forgotten():
     pace = StatusPace(lambda: 1_000.0)
     pace.written("u")
