@@ -49,3 +49,6 @@ class KvReference(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     weights: str = ""
     """Digest of the model's weights, architecture, tokenizer and template. A compatibility hash names a source, and what is
     behind a branch or in a folder may have changed between two starts; empty: not told."""
+    said_at: str = ""
+    """What time it was for the chat template that wrote the prompt, in ISO 8601 by the prefill worker's own clock; empty: no
+    template that asks wrote it."""

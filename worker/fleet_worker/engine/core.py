@@ -268,7 +268,8 @@ class EngineCore:
         reference = self._grant(connector, sequence.request_id, blocks, len(sequence.prompt), name)
         if reference is None:
             return None
-        return msgspec.structs.replace(reference, adapter=sequence.salt, weights=self._model.weights_digest)
+        weights, said_at = self._model.weights_digest, sequence.said_at
+        return msgspec.structs.replace(reference, adapter=sequence.salt, weights=weights, said_at=said_at)
 
     def _grant(self, connector: Connector, owner: str, blocks: list[int], tokens: int, name: str = "") -> KvReference | None:
         try:

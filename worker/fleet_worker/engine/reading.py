@@ -14,6 +14,7 @@ from fleet_worker.engine import protocol as wire
 from fleet_worker.engine import tokens
 from fleet_worker.engine.errors import BadRequestError, EngineError, UnknownModelError
 from fleet_worker.engine.text import Text
+from fleet_worker.engine.today import now_said
 
 What = Literal["completion", "chat", "tokenize", "detokenize"]
 KINDS: Final[Mapping[str, type[wire.CompletionRequest] | type[wire.ChatRequest]]] = {
@@ -42,6 +43,8 @@ class Read(msgspec.Struct, frozen=True):
     reference: KvReference | None
     count: int
     tokens: Sequence[int]
+    said_at: str = ""
+    """What time it was for the template that wrote the prompt; empty: none that asks."""
 
 
 def read_request(raw: bytes, what: What, text: Text, terms: Terms) -> Read:
@@ -50,8 +53,16 @@ def read_request(raw: bytes, what: What, text: Text, terms: Terms) -> Read:
     check_model(asked.model, terms.served)
     wire.check_stops(asked)
     kv, reference = wire.kv_of(asked)
-    prompt = _prompt(asked, text, terms.vocabulary)
-    return Read(asked, kv, reference, len(prompt), prompt if len(prompt) <= terms.longest else ())
+    said_at = _said_at(text, reference) if isinstance(asked, wire.ChatRequest) else ""
+    prompt = _prompt(asked, text, terms.vocabulary, said_at)
+    return Read(asked, kv, reference, len(prompt), prompt if len(prompt) <= terms.longest else (), said_at)
+
+
+def _said_at(text: Text, reference: KvReference | None) -> str:
+    """Whoever decodes asks what time it was when the prompt was prefilled."""
+    if not text.asks_the_day:
+        return ""
+    return now_said() if reference is None else reference.said_at
 
 
 def check_model(model: str, served: Sequence[str]) -> None:
@@ -60,9 +71,9 @@ def check_model(model: str, served: Sequence[str]) -> None:
         raise UnknownModelError(f"The model `{model[: wire.MAX_TOLD]}` does not exist.", "model")
 
 
-def _prompt(asked: wire.Request, text: Text, vocabulary: int) -> list[int]:
+def _prompt(asked: wire.Request, text: Text, vocabulary: int, said_at: str) -> list[int]:
     if isinstance(asked, wire.ChatRequest):
-        return text.encode(text.render_chat(wire.text_messages(asked.messages)), add_special=False)
+        return text.encode(text.render_chat(wire.text_messages(asked.messages), said_at=said_at), add_special=False)
     if isinstance(asked.prompt, str):
         return text.encode(asked.prompt)
     if any(token >= vocabulary for token in asked.prompt):
@@ -87,6 +98,7 @@ class Told(msgspec.Struct, frozen=True):
     reference: KvReference | None = None
     count: int = 0
     tokens: bytes = b""
+    said_at: str = ""
 
 
 ERRORS: Final = {kind.__name__: kind for kind in (BadRequestError, UnknownModelError)}
@@ -103,7 +115,8 @@ def packed(raw: bytes, what: What, text: Text, terms: Terms) -> Told:
     prompt = {"messages": NO_MESSAGES} if isinstance(read.asked, wire.ChatRequest) else {"prompt": ""}
     asked = msgspec.structs.replace(read.asked, kv_transfer_params=msgspec.Raw(b"null"), **prompt)
     ids = array(UINT32, read.tokens).tobytes()
-    return Told(asked=msgspec.json.encode(asked), kv=read.kv, reference=read.reference, count=read.count, tokens=ids)
+    body = msgspec.json.encode(asked)
+    return Told(asked=body, kv=read.kv, reference=read.reference, count=read.count, tokens=ids, said_at=read.said_at)
 
 
 def unpacked(told: Told, what: What) -> Read | bytes:
@@ -116,4 +129,4 @@ def unpacked(told: Told, what: What) -> Read | bytes:
     if not told.asked:
         raise EngineError("a body was read, and nothing came of it")
     asked = msgspec.json.decode(told.asked, type=KINDS[what])
-    return Read(asked, told.kv, told.reference, told.count, array(UINT32, told.tokens))
+    return Read(asked, told.kv, told.reference, told.count, array(UINT32, told.tokens), told.said_at)

@@ -48,6 +48,8 @@ class Sequence:
     """What it runs under, from its first to its last token; None: the base model."""
     cache_salt: str = ""
     """Whose KV it may find, and who may find its own; empty: those without a salt."""
+    said_at: str = ""
+    """What time it was for the template that wrote its prompt (KvReference.said_at)."""
     stage: Stage = "waiting"
     output: list[int] = field(default_factory=list)
     computed: int = 0

@@ -292,7 +292,8 @@ class EngineServer:
         chosen = f"{request_id[:MAX_REQUEST_ID]}-{number}" if request_id else number  # without a name, nobody can give it back
         seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(48)
         salt, prompt = asked.cache_salt or "", tuple(read.tokens)
-        return Sequence(chosen, prompt, sampling, seed, time.monotonic(), kv.do_remote_decode, read.reference, adapter, salt)
+        arrived_at, keep = time.monotonic(), kv.do_remote_decode
+        return Sequence(chosen, prompt, sampling, seed, arrived_at, keep, read.reference, adapter, salt, read.said_at)
 
     async def _read(self, raw: bytes, what: What, function: Callable[[bytes, What, Text, Terms], T]) -> T:
         """What `function` makes of a body, which takes as long as its bytes do: of small ones here, of others in a thread, of

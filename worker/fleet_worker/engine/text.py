@@ -16,6 +16,7 @@ from fleet_wire.template import MAX_TEMPLATE_BYTES, ChatTemplate, NoTemplateErro
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.engine.errors import BadRequestError, ModelFilesError
 from fleet_worker.engine.files import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, read_bounded
+from fleet_worker.engine.today import ASKS, teller
 
 REPLACEMENT = "\ufffd"
 PANIC = "PanicException"
@@ -56,6 +57,8 @@ class Text:
         except NoTemplateError as error:
             raise ModelFilesError(str(error)) from error
         self._knows_calls = isinstance(written, str) and CALLS in written
+        self.asks_the_day = isinstance(written, str) and ASKS in written
+        """The template may write what time it is."""
         self.folder, self.digest = folder, text_digest(folder)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
@@ -72,16 +75,18 @@ class Text:
         """Text of `ids` without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The model's own template over `messages`; BadRequestError when the template refuses them."""
+    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, said_at: str = "") -> str:
+        """The model's own template over `messages`; BadRequestError when the template refuses them. `said_at`: the time that it
+        is told (`today.now_said`); empty: it can ask nobody."""
         if self._template is None:
             raise BadRequestError("the model has no chat template: use /v1/completions", "messages")
         if not self._knows_calls and (called := next((n for n, row in enumerate(messages) if CALLS in row), None)) is not None:
             raise BadRequestError(
                 f"messages[{called}].{CALLS}: the model's chat template does not know calls of tools", "messages"
             )
+        clock = {ASKS: teller(said_at)} if said_at else {}
         try:
-            given = {"messages": messages, "add_generation_prompt": add_generation_prompt, **NOT_GIVEN, **self._special}
+            given = {"messages": messages, "add_generation_prompt": add_generation_prompt, **NOT_GIVEN, **self._special, **clock}
             return self._template.render(_characters(messages), **given)
         except Exception as error:  # a template is a program: it can fail in any way
             raise BadRequestError(f"the chat template refused the messages: {_said(error)}", "messages") from error

@@ -11,6 +11,7 @@ from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.engine import protocol as wire
 from fleet_worker.engine.errors import BadRequestError, UnknownModelError
 from fleet_worker.engine.text import Text
+from fleet_worker.engine.today import now_said
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True):
@@ -43,7 +44,8 @@ def tokenize(body: bytes, text: Text, served: Collection[str], max_model_len: in
     if (asked.prompt is None) == (asked.messages is None):
         raise BadRequestError("either prompt or messages is needed", "prompt")
     if asked.messages is not None:
-        said = text.render_chat(wire.text_messages(asked.messages), add_generation_prompt=asked.add_generation_prompt)
+        messages, at = wire.text_messages(asked.messages), now_said()
+        said = text.render_chat(messages, add_generation_prompt=asked.add_generation_prompt, said_at=at)
         found = text.encode(said, add_special=asked.add_special_tokens is True)
     else:
         found = text.encode(asked.prompt or "", add_special=asked.add_special_tokens is not False)
