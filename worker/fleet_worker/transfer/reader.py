@@ -39,6 +39,9 @@ LOST_MOST = 0.5
 STUCK_S = 1200.0
 """After this long it gives up for one block, too. Before that it serves on without them: of a node that lost its power a kernel
 says so after some 15 minutes (tcp_retries2), and every worker that read from it would end its streams."""
+DISCONNECTED = "nixlRemoteDisconnectError"
+"""NIXL's word for a connection that failed: UCX closed it by force, and writes nothing more for what went over it."""
+FENCE_EVERY_S = 0.05
 
 
 class StuckReadError(RuntimeError):
@@ -71,6 +74,8 @@ class Pull:
     """Whom NIXL reads from."""
     given_up: KvTransferError | None = None
     """Why its read is not waited for any longer."""
+    fence_at: float = float("inf")
+    """Its read was refused half posted, and a READ behind it is posted then."""
     lingers: bool = False
     """That was told, and the read is still in flight."""
     error: KvError | None = None
@@ -288,27 +293,60 @@ class Reader:
             return
         chunk = pull.chunks.popleft()
         try:
-            pull.handle = self._prepared(pull, peer, peer.welcome, chunk)
-            state = self._agent.transfer(pull.handle)
+            pull.handle = self._prepared(pull, peer.agent_name, peer.welcome.base_address, chunk)
+            self._post(pull.handle)
         except Exception as error:  # NIXL raises many binding types, all of them mean that this read failed
-            self._end(pull, KvTransferError("read", f"NIXL refused the read: {error}"))
-            return
-        pull.reading = chunk
-        if state == "ERR":
-            self._end(pull, KvTransferError("read", "NIXL reported an error when the read was posted"))
+            self._refused(pull, peer.welcome.base_address, chunk, error)
+        else:
+            pull.reading = chunk
 
-    def _prepared(self, pull: Pull, peer: Peer, welcome: Welcome, chunk: range) -> Any:
+    def _post(self, handle: Any) -> None:
+        if self._agent.transfer(handle) == "ERR":
+            raise RuntimeError("it reported an error when the read was posted")
+
+    def _refused(self, pull: Pull, theirs: int, chunk: range, error: Exception) -> None:
+        """NIXL posts descriptors one by one, and forgets those before the one that UCX refused: they write on, and no handle says
+        until when. So the blocks wait for one more READ, of one block: NIXL flushes the connection behind each, so that all
+        before it is over when it is."""
+        why = KvTransferError("read", f"NIXL refused the read: {error}")
+        if pull.handle is None or type(error).__name__ == DISCONNECTED:
+            self._end(pull, why)
+            return
+        pull.given_up, pull.reading, pull.fence_at = why, chunk, 0.0
+        with contextlib.suppress(Exception):  # else the read itself is posted once more
+            fence = self._prepared(pull, pull.agent_name, theirs, chunk[:1])
+            refused, pull.handle = pull.handle, fence
+            self._agent.release_xfer_handle(refused)
+        self._check_time(pull, time.monotonic())
+
+    def _fence(self, pull: Pull, now: float) -> None:
+        """Post it, again and again until it is taken."""
+        if now >= pull.fence_at:
+            pull.fence_at = float("inf")
+            try:
+                self._post(pull.handle)
+            except Exception as error:  # as above
+                if type(error).__name__ == DISCONNECTED:
+                    self._end(pull, pull.given_up)
+                    return
+                pull.fence_at = now + FENCE_EVERY_S
+        self._check_time(pull, now)
+
+    def _prepared(self, pull: Pull, agent: str, theirs: int, chunk: range) -> Any:
         """NIXL's handle for one chunk; neighbouring blocks become one descriptor."""
-        size, mine, theirs = self._pool.block_bytes, self._pool.base_address, welcome.base_address
+        size, mine = self._pool.block_bytes, self._pool.base_address
         runs = merge_runs(pull.remote[chunk.start : chunk.stop], pull.local[chunk.start : chunk.stop])
         local = self._agent.get_xfer_descs([(mine + r.local * size, r.count * size, 0) for r in runs], "DRAM")
         remote = self._agent.get_xfer_descs([(theirs + r.remote * size, r.count * size, 0) for r in runs], "DRAM")
         pull.descriptors += len(runs)
-        pull.agent_name = peer.agent_name
-        return self._agent.initialize_xfer("READ", local, remote, peer.agent_name)
+        pull.agent_name = agent
+        return self._agent.initialize_xfer("READ", local, remote, agent)
 
     def _look(self, pull: Pull, now: float) -> None:
         """One look at the chunk that is being read."""
+        if pull.fence_at < float("inf"):
+            self._fence(pull, now)
+            return
         try:
             state = self._agent.check_xfer_state(pull.handle)
         except Exception as error:  # as above
