@@ -14,7 +14,8 @@ import xxhash
 
 from fleet_router.kvindex.tokenised import cut
 from fleet_router.linear import is_linear
-from fleet_wire.template import ChatTemplate, NoTemplateError, Steps, TooMuchError
+from fleet_wire.budget import Steps, TooMuchError
+from fleet_wire.template import ChatTemplate, NoTemplateError
 
 FETCH_TIMEOUT_S = 30.0
 MOST_BYTES = 128 * 1024 * 1024

@@ -8,7 +8,8 @@ import jinja2
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from fleet_wire.template import MAX_TEMPLATE_BYTES, ChatTemplate, NoTemplateError, Steps, TooMuchError
+from fleet_wire.budget import Steps, TooMuchError
+from fleet_wire.template import MAX_TEMPLATE_BYTES, ChatTemplate, NoTemplateError
 
 MESSAGES = [{"role": role, "content": f"  said {at} by {role}\n"} for at, role in enumerate(("system", "user", "assistant") * 3)]
 GOOD = {
@@ -31,6 +32,14 @@ GOOD = {
     "{{ {'a': [1, 'x']} | tojson(indent=2) | length }}{{ 'a b c' | wordwrap(3, wrapstring='|') }}{{ ['b', 'a'] | sort | join }}"
     "{{ 'b,a'.split(',') | map('upper') | join('-') }}{{ [1, none, 'x'] }}{{ {'a': 1}.items() | list }}"
     "{{ [[1], [2]] | sum(start=[]) }}",
+    "compared": "{% for m in messages %}{{ m.role in ['user', 'a'] }}{{ 'tool' in m }}{{ 'said' in m.content }}"
+    "{{ m in messages }}{{ m.role not in 'users' }}{{ 1 < loop.index <= 3 }}"
+    "{{ m == messages[0] }}{{ m.content > 'b' ~ 'c' }}{{ m.nothing == none }}"
+    "{{ m.content[2:-1] }}{{ loop.index is divisibleby(num=2) }}{{ loop.changed(m.role) }}{{ 'x' in nothing }}{% endfor %}"
+    "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ nothing | map('upper') | list }}{{ 'A' is upper }}"
+    "{{ [1, 2, 3] | select('odd') | list }}{{ none | select | list }}{{ (1, [2]) in {(1, 2): 3}.items() }}{{ [1, 2].index(2) }}"
+    "{{ messages | map(attribute='role') | reject('in', ['user']) | join }}{{ 'abc'.startswith(('a', 'b')) }}{{ 3 in range(4) }}"
+    "{{ [3, 1] | sum }}{{ [1, 2] == [1, 2] }}{{ (2, 1) > (1, 2) }}{{ dict(a=1) }}{{ 'a' in ('a', 'b') }}{{ messages[:1] }}",
     "block": "{% set said %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}{{ said | length }}{{ said }}",
 }  # fmt: skip
 
@@ -73,6 +82,46 @@ ENDLESS = {
     "copies": "{% set x = 'x' * 900000 %}" + nested("{% set y = x ~ 'y' %}"),
     "written-aside": "{% set x = 'x' * 900000 %}{% set y %}" + nested("{{ x }}", 1) + "{% endset %}",
 }
+SPINS = {
+    "in": "{{ 'ab' in long }}",
+    "not-in": "{{ 'ab' not in long }}",
+    "equal": "{{ long == same }}",
+    "before": "{{ long <= same }}",
+    "between": "{{ long <= same <= long }}",
+    "lists-equal": "{{ many == as_many }}",
+    "in-list": "{{ 2 in many }}",
+    "text-in-list": "{{ long in texts }}",
+    "list-in-list": "{{ many in [as_many, as_many] }}",
+    "in-range": "{{ 'a' in range(99999) }}",
+    "in-values": "{{ 2 in {'a': 1}.values() or 2 in many }}",
+    "is-in": "{{ 'ab' is in long }}",
+    "is-equal": "{{ long is eq(same) }}",
+    "is-lower": "{{ long is lower }}",
+    "select": "{{ range(99999) | select('none') | list }}",
+    "select-attribute": "{{ range(99999) | selectattr('x') | first }}",
+    "select-in": "{{ [long, long] | select('in', [same, same]) | list | length }}",
+    "map": "{{ range(99999) | map('string') | select('none') | list }}",
+    "find": "{{ long.find('b') }}",
+    "count": "{{ long.count('b') }}",
+    "split": "{{ long.split('b') | length }}",
+    "strip": "{{ spaces.strip() }}",
+    "list-index": "{{ (many + [2]).index(2) }}",
+    "list-count": "{{ many.count(2) }}",
+    "cut": "{{ long[1:] is none }}",
+    "list-cut": "{{ many[1:] is none }}",
+    "changed": "{{ loop.changed(many if loop.index % 2 else as_many) }}",
+    "words": "{{ long | wordcount }}",
+    "trim": "{{ spaces | trim }}",
+    "float": "{{ spaces | float }}",
+    "batch": "{{ range(99999) | batch(99999) | first is none }}",
+    "sum": "{{ ([[1] * 30] * 900) | sum(start=[]) | length }}",
+    "dict": "{{ dict([['a', 1]] * 90000) | length }}",
+}
+"""In a loop, over long texts and lists that were made once."""
+GIVEN = (
+    "{% set long = 'a' * 900000 %}{% set same = 'a' * 899990 ~ 'a' * 10 %}{% set spaces = ' ' * 900000 %}"
+    "{% set many = [1] * 900000 %}{% set as_many = [1] * 900000 %}{% set texts = [same, same, same] %}"
+)
 LONG = "{% set a = 'a' * 400000 %}{% set b = 'b' * 400000 %}{% set many = ['a'] * 400000 %}"
 GIANT = {
     "times": "{{ 'x' * 1000000000000 }}",
@@ -113,6 +162,9 @@ GIANT = {
     "list-written": LONG + "{{ [b] * 400000 }}",
     "dict-written": LONG + "{{ {'b': [b] * 400000}.items() }}",
     "namespace-written": LONG + "{{ namespace(b=[b] * 400000) }}",
+    "is-upper": LONG + "{{ ([b] * 400000) is upper }}",
+    "is-odd": "{{ '%1000000000d' is odd }}",
+    "is-divisible": "{{ '%1000000000d' is divisibleby(1) }}",
     "sorted": LONG + "{{ ([b] * 400000) | sort | length }}",
 }
 
@@ -126,6 +178,15 @@ def test_a_template_without_end_is_ended(source: str):
             made.render(10, messages=MESSAGES)
     with pytest.raises(jinja2.UndefinedError):
         ChatTemplate("{{ messages[3].no.where }}").render(10, messages=MESSAGES)  # and the thread is fit for the next one
+
+
+@pytest.mark.parametrize("body", SPINS.values(), ids=SPINS)
+def test_what_only_looks_comes_to_an_end(body: str):
+    """Nothing was made, so nothing was counted: one comparison in two loops stood every stream, or a thread of the worker."""
+    once = ChatTemplate(GIVEN + nested(body, 1).replace("99999", "1"), Steps(400_000, 0))
+    once.render(10)
+    with pytest.raises(TooMuchError):
+        ChatTemplate(GIVEN + nested(body, 2), Steps(400_000, 0)).render(10)
 
 
 def test_what_only_fills_pages_is_not_there():

@@ -2,18 +2,17 @@
 jinja's sandbox bounds what it may touch; here is how long it may run and how much it may make, in units that are the same on
 every machine.
 
-Each turn of a loop, each call, each joining of texts and each thing that is written costs; what a conversation may cost grows
-with its length. A template that never ends stood everybody's streams (short conversations are rendered on the server's own loop),
-and one that writes without end took all memory.
+Each turn of a loop, each call, each joining of texts, each thing that is written, and each long text or list that is looked
+through costs (`budget.py`); what a conversation may cost grows with its length. A template that never ends stood everybody's
+streams (short conversations are rendered on the server's own loop), and one that writes without end took all memory.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
+import operator
 import re
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -23,17 +22,31 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.filters import FILTERS
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from fleet_wire.budget import (
+    CHARACTERS_PER_STEP,
+    CHARACTERS_READ_PER_STEP,
+    SIZED,
+    TEXTS,
+    Budget,
+    Steps,
+    TooMuchError,
+    budget_now,
+    compares,
+    looks_at,
+    now,
+    searches,
+    size_of,
+    weighed,
+    weight_of,
+)  # fmt: skip
+
+STEPS: Final = Steps()
 MAX_TEMPLATE_BYTES: Final = 1024 * 1024
 """chat_template.jinja: some ten kilobytes."""
-MADE: Final = 1_000_000
-MADE_PER_CHARACTER: Final = 16
-"""Characters of one text that is made on the way, and of all that is written."""
-CHARACTERS_PER_STEP: Final = 256
-"""To copy so many costs a step."""
 MAX_NUMBER: Final = 1_000_000
 """Given to a filter or a method: a width, a count."""
 MAX_BITS: Final = 4_096
@@ -45,101 +58,49 @@ LIGHT: Final = frozenset({
     "map", "random", "reject", "rejectattr", "reverse", "round", "select", "selectattr", "slice",
 })  # fmt: skip
 """Filters that read none of the texts in what they are given."""
+AT_ONCE: Final = frozenset({"attr", "count", "d", "default", "first", "last", "length", "random"})
+"""Filters that take as long over a long text or list as over a short one."""
+AT_ITS_END: Final = frozenset({"endswith", "startswith"})
+"""Methods that read no more of a text than what they are given."""
+EACH: Final = frozenset({"map", "reject", "rejectattr", "select", "selectattr"})
+"""Filters that do something for each of a list, when somebody asks for the next one."""
+COMPARISONS: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "lteq": operator.le, "gt": operator.gt, "gteq": operator.ge,
+}  # fmt: skip
+READING: Final = frozenset(
+    {"==", "!=", "<", "<=", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "le", "lessthan", "lt", "ne"}
+)
+"""Tests that compare."""
+FORMATS: Final = frozenset({"divisibleby", "even", "odd"})
+"""Tests that calculate with `%`, which formats where it is given a text."""
+AS_TEXT: Final = frozenset({"lower", "upper"})
+"""Tests of what is made a text first."""
+BOUNDED_TESTS: Final = READING | FORMATS | AS_TEXT | {"in"}
 BY_WIDTH: Final = frozenset({"expandtabs", "indent", "tojson"})
 """What puts spaces, as many as it is told, in more than one place."""
 GROWS: Final = BY_WIDTH | {"format", "format_map", "join", "replace", "translate", "urlize", "wordwrap"}
 """What puts a text, or spaces, into another one; the other filters and methods make of one text another that is about as long."""
-_now: Final = threading.local()
 
 
 class NoTemplateError(ValueError):
     """The text is no template."""
 
 
-class TooMuchError(jinja2.TemplateError):
-    """The template asks for more time or memory than its conversation may cost."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Steps:
-    """What a conversation may cost: turns, calls and so on, each about a microsecond."""
-
-    each: int = 500_000
-    per_character: int = 64
-
-
-class _Budget:
-    """Of one rendering."""
-
-    def __init__(self, characters: int, steps: Steps) -> None:
-        self.steps = steps.each + steps.per_character * characters
-        self.most = MADE + MADE_PER_CHARACTER * characters
-
-    def charge(self, steps: int) -> None:
-        self.steps -= steps
-        if self.steps < 0:
-            raise TooMuchError("it comes to no end")
-
-    def allows(self, size: int) -> None:
-        """Before so much is made: afterwards is too late."""
-        if size > self.most:
-            raise TooMuchError(f"it makes a text of more than {self.most} characters")
-
-    def makes(self, size: int) -> None:
-        """A text or list of this size."""
-        self.allows(size)
-        self.charge(1 + size // CHARACTERS_PER_STEP)
-
-
-def _budget() -> _Budget:
-    """Of this thread's rendering; constants are also computed when a template is compiled."""
-    found: _Budget | None = getattr(_now, "budget", None)
-    return found if found is not None else _Budget(0, Steps())
-
-
-def _size(value: Any) -> int:
-    return len(value) if isinstance(value, str | bytes | list | tuple) else 0
-
-
-def _weight(*values: Any) -> int:
-    """Characters of them as text, about, and not far beyond the bound: a list may hold one long text a million times."""
-    return _weighed(values)[0]
-
-
-def _weighed(values: Iterable[Any]) -> tuple[int, int]:
-    """(characters, texts and numbers and what holds them)."""
-    budget, left, size, looks = _budget(), list[Any](values), 0, 0
-    while left and size <= budget.most:
-        one, looks = left.pop(), looks + 1
-        if isinstance(one, str | bytes):
-            size += len(one)
-        elif one is None or isinstance(one, int):
-            size += 1 + (one or 0).bit_length() // 3
-        elif isinstance(one, Collection | Namespace):
-            held = one._Namespace__attrs if isinstance(one, Namespace) else one  # what its repr shows
-            left += held
-            left += held.values() if isinstance(held, Mapping) else ()
-            size += len(held)
-        else:
-            size += 1
-    budget.charge(looks // 8)
-    return size, looks
-
-
 def _check_growth(name: str, text: Any, more: tuple[Any, ...]) -> None:
     """Of what reads all that it is given, and may put a text, or so many spaces, into `text` in several places."""
-    budget = _budget()
-    budget.allows(_weight(text, *more))
+    budget, found = budget_now(), weight_of(text, *more)
+    budget.allows(found)
+    budget.charge(found // CHARACTERS_READ_PER_STEP)
     if not more:
         return
     widths = [abs(one) for one in more if isinstance(one, int)] if name in BY_WIDTH else []
     if places := _places(name, text, more):
-        budget.allows(places * max((*widths, *(_weight(one) for one in more if not isinstance(one, int))), default=0))
+        budget.allows(places * max((*widths, *(weight_of(one) for one in more if not isinstance(one, int))), default=0))
 
 
 def _places(name: str, text: Any, more: tuple[Any, ...]) -> int:
     if name == "tojson":
-        return _weighed((text,))[1]
+        return weighed((text,))[1]
     if name == "join":
         return len(text) if isinstance(text, Collection) else 0
     if name in ("format", "format_map"):
@@ -157,29 +118,36 @@ def _listed(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _turns(values: Any) -> Iterator[Any]:
-    budget = _budget()
+    budget = budget_now()
     for value in values:
         budget.charge(_turn())
         yield value
 
 
+def _counted(values: Any) -> Iterator[Any]:
+    budget = budget_now()
+    for value in values:
+        budget.charge(1)
+        yield value
+
+
 def _turn() -> int:
     """What one costs; also for what the turn's own text is long: it may be written as often."""
-    return 1 + int(getattr(_now, "source", 0)) // (16 * CHARACTERS_PER_STEP)
+    return 1 + int(getattr(now, "source", 0)) // (16 * CHARACTERS_PER_STEP)
 
 
 def _joined(*values: Any) -> str:
     if others := [value for value in values if not isinstance(value, str)]:
-        _budget().allows(_weight(*others))
+        budget_now().allows(weight_of(*others))
     texts = [str(value) for value in values]
-    _budget().makes(sum(map(len, texts)))
+    budget_now().makes(sum(map(len, texts)))
     return "".join(texts)
 
 
 def _written(value: Any) -> Any:
     if not isinstance(value, str):
-        _budget().allows(_weight(value))
-    _budget().makes(_size(value))
+        budget_now().allows(weight_of(value))
+    budget_now().makes(size_of(value))
     return value
 
 
@@ -196,33 +164,118 @@ def _check_format(text: Any) -> None:
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter. Some are given jinja's own state before the value."""
     first = int(hasattr(function, "jinja_pass_arg"))
+    is_light, grows, is_format = name in LIGHT, name in GROWS, function is FILTERS["format"]
+    is_read, for_each = name not in AT_ONCE, name in EACH
 
     @functools.wraps(function)
     def bounded(*given: Any, **named: Any) -> Any:
         _check_numbers(given[1:], named)
-        if function is FILTERS["format"]:
+        if is_format:
             _check_format(given[0])
-        if name in GROWS or not (name in LIGHT or isinstance(given[first], str)):
+        if grows or not (is_light or isinstance(given[first], str)):
             given = (*given[:first], *_listed(given[first:]))
             _check_growth(name, given[first], (*given[first + 1 :], *named.values()))
+            if name == "sum":  # of lists: each is put behind a copy of those before
+                budget_now().charge(size_of(given[first]) * weighed((given[first],))[1] // CHARACTERS_READ_PER_STEP)
+        elif is_read:
+            looks_at(*given[first:])
+        if for_each and given[first]:
+            given = (*given[:first], _counted(given[first]), *given[first + 1 :])
         made = function(*given, **named)
-        _budget().makes(_size(made))
+        budget_now().makes(size_of(made))
         return made
 
     return bounded
 
 
+def _bounded_test(name: str, test: Callable[..., Any]) -> Callable[..., Any]:
+    def bounded(value: Any, *given: Any, **named: Any) -> Any:
+        for other in (*given, *named.values()):
+            if name == "in":
+                searches(value, other)
+            elif name in READING:
+                compares(value, other)
+        if name in FORMATS and isinstance(value, str):
+            _check_format(value)
+            _check_growth("format", value, (*given, *named.values()))
+        elif name in AS_TEXT:
+            _check_growth(name, value, ())
+        return test(value, *given, **named)
+
+    return bounded
+
+
+def _compared(name: str, value: Any, other: Any) -> Any:
+    compares(value, other)
+    return COMPARISONS[name](value, other)
+
+
+def _in(value: Any, other: Any) -> bool:
+    searches(value, other)
+    return value in other
+
+
+def _not_in(value: Any, other: Any) -> bool:
+    return not _in(value, other)
+
+
+def _read(value: Any) -> Any:
+    """One of several that are compared at once."""
+    if isinstance(value, str | bytes | Collection):
+        budget_now().charge(weight_of(value) // CHARACTERS_READ_PER_STEP)
+    return value
+
+
+def _made(value: Any) -> Any:
+    budget_now().makes(size_of(value))
+    return value
+
+
+def _is_short(node: nodes.Expr) -> bool:
+    """It is written in the template, and no longer than that."""
+    return isinstance(node, nodes.Const) or (
+        isinstance(node, nodes.List | nodes.Tuple) and all(isinstance(one, nodes.Const) for one in node.items)
+    )
+
+
 class _Bounds(NodeTransformer):
-    """Loops count their turns, texts are joined within the bound."""
+    """Loops count their turns, texts are joined within the bound, and what is compared, or cut out of a text, is charged for."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
-        node.iter = nodes.Filter(node.iter, "turns_", [], [], None, None, lineno=node.lineno)
+        node.iter = _filtered("turns_", node.iter)
         return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        if len(node.ops) > 1:
+            for operand in node.ops:
+                operand.expr = _filtered("read_", operand.expr)
+            node.expr = _filtered("read_", node.expr)
+            return node
+        op, other = node.ops[0].op, node.ops[0].expr
+        if _is_short(other) or (op in COMPARISONS and _is_short(node.expr)):
+            return node
+        return _filtered(f"{op}_", node.expr, other)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered("made_", node) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return nodes.Filter(node.nodes[0], "joined_", node.nodes[1:], [], None, None, lineno=node.lineno)
+        return _filtered("joined_", *node.nodes)
+
+
+def _filtered(name: str, value: Any, *others: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(value, name, list(others), [], None, None, lineno=value.lineno)
+
+
+OWN: Final[Mapping[str, Callable[..., Any]]] = {
+    "turns_": _turns, "joined_": _joined, "read_": _read, "made_": _made, "in_": _in, "notin_": _not_in,
+    **{f"{name}_": functools.partial(_compared, name) for name in COMPARISONS},
+}  # fmt: skip
+"""Filters that take the place of what a template has."""
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -232,26 +285,27 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _Bounds().visit(super()._parse(source, name, filename))  # type: ignore[no-any-return]
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        budget = _budget()
+        budget = budget_now()
         if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             if bits > MAX_BITS:
                 raise TooMuchError(f"it asks for a number of more than {MAX_BITS} bits")
         elif operator == "*":
-            budget.makes(max(_size(left) * _count(right), _size(right) * _count(left)))
+            budget.makes(max(size_of(left) * _count(right), size_of(right) * _count(left)))
         elif operator == "+":
-            budget.makes(_size(left) + _size(right))
+            budget.makes(size_of(left) + size_of(right))
         elif operator == "%" and isinstance(left, str):
             _check_format(left)
             _check_growth("format", left, (right,))
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *given: Any, **named: Any) -> Any:
-        budget = _budget()
+        budget = budget_now()
         budget.charge(_turn())
         method = getattr(__obj, "__wrapped__", __obj)  # of `format` the sandbox gives a function of its own
         owner = getattr(method, "__self__", None)
-        if isinstance(owner, str | bytes):
+        _check_reading(method, owner, (*given, *named.values()))
+        if isinstance(owner, TEXTS):
             _check_numbers(given, named)
             if method.__name__ in ("format", "format_map"):
                 _check_format(owner)
@@ -260,8 +314,23 @@ class _Environment(ImmutableSandboxedEnvironment):
                 text, more = (owner, given) if method.__name__ != "join" else (given[0] if given else "", (owner,))
                 _check_growth(method.__name__, text, (*more, *named.values()))
         made = super().call(__context, __obj, *given, **named)
-        budget.makes(_size(made))
+        budget.makes(size_of(made))
         return made
+
+
+def _check_reading(method: Any, owner: Any, given: tuple[Any, ...]) -> None:
+    """Not of a macro, which hands on what it is given."""
+    if isinstance(owner, TEXTS):
+        looks_at("" if method.__name__ in AT_ITS_END else owner, *given)
+    elif owner is None:
+        looks_at(*given if isinstance(method, type) else ())
+    elif isinstance(owner, LoopContext):  # whether it changed
+        for value in given:
+            compares(value, value)
+    elif isinstance(owner, Collection):
+        looks_at(owner, *given)
+        for value in given if isinstance(owner, SIZED) else ():
+            searches(value, owner)
 
 
 class _Generation(Extension):
@@ -282,9 +351,7 @@ def _count(value: Any) -> int:
 class ChatTemplate:
     """Compiled; safe to render from several threads. `known`: what it may call beside jinja's own."""
 
-    def __init__(
-        self, source: str, steps: Steps = Steps(), known: Mapping[str, Callable[..., Any]] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, source: str, steps: Steps = STEPS, known: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> None:
         """NoTemplateError when it is none."""
         if len(source) > MAX_TEMPLATE_BYTES:
             raise NoTemplateError(f"chat template of more than {MAX_TEMPLATE_BYTES} characters")
@@ -296,7 +363,9 @@ class ChatTemplate:
         del environment.globals["lipsum"]  # it writes without end
         environment.globals |= {"raise_exception": _raise, **known}
         environment.filters |= {name: _bounded(name, known) for name, known in environment.filters.items()}
-        environment.filters |= {"tojson": _bounded("tojson", _tojson), "turns_": _turns, "joined_": _joined}
+        environment.filters |= {"tojson": _bounded("tojson", _tojson), **OWN}
+        tests: dict[str, Any] = environment.tests
+        tests |= {name: _bounded_test(name, tests[name]) for name in BOUNDED_TESTS}
         try:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, ValueError, RecursionError) as error:  # of a number of 5,000 digits jinja says ValueError
@@ -304,11 +373,11 @@ class ChatTemplate:
 
     def render(self, characters: int, **given: Any) -> str:
         """Over messages of so many characters; whatever the template raises, TooMuchError when it costs more than those may."""
-        _now.budget, _now.source = _Budget(characters, self._steps), self._length
+        now.budget, now.source = Budget(characters, self._steps), self._length
         try:
-            return self._joined(self._template.generate(**given), _now.budget.most)
+            return self._joined(self._template.generate(**given), now.budget.most)
         finally:
-            _now.budget, _now.source = None, 0
+            now.budget, now.source = None, 0
 
     @staticmethod
     def _joined(pieces: Iterator[str], most: int) -> str:
