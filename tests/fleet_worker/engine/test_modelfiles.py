@@ -9,17 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fleet_worker.engine.assemble import load_llama
+from fleet_worker.config import Ports
+from fleet_worker.engine.assemble import assemble, end_ids, load_llama
 from fleet_worker.engine.errors import ModelFilesError
 from fleet_worker.engine.llama import Chunk, Llama
 from fleet_worker.engine.modelconfig import read_config
 from fleet_worker.engine.text import Text, text_digest
 from fleet_worker.engine.weights import load_weights, weights_digest
 from fleet_worker.tinymodel import CONFIG
+from tests.fleet_worker.engine.test_server import CONFIG as CONFIGURATION
 
 
 def with_config(folder: Path, **change: Any) -> Path:
@@ -82,6 +85,46 @@ def test_end_tokens_are_generation_configs_unless_it_says_nothing(
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert read_config(tmp_path).eos_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("settings", "vocabulary", "ids"),
+    [
+        ({"eos_token": "</s>"}, 1024, (1, 2)),
+        ({"eos_token": {"content": "</s>", "special": True}}, 1024, (1, 2)),
+        ({"eos_token": "<s>"}, 1024, (1,)),
+        ({"eos_token": "</s>"}, 2, (1,)),
+        ({"eos_token": "<|im_end|>"}, 1024, (1,)),
+        ({"eos_token": None}, 1024, (1,)),
+        ({}, 1024, (1,)),
+    ],
+    ids=["another", "described", "the-same", "outside-the-vocabulary", "unknown", "null", "absent"],
+)
+def test_the_tokenizers_own_end_ends_an_answer_too(
+    tiny: Path, tmp_path: Path, settings: dict[str, Any], vocabulary: int, ids: tuple[int, ...]
+):
+    """Of a model that was tuned for chats, with <|im_end|> in its tokenizer alone, the engine went on behind each answer, with
+    the user's next words, to max_tokens; vLLM ends there."""
+    shutil.copy(tiny / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    architecture = replace(read_config(with_config(tmp_path, eos_token_id=1)), vocab_size=vocabulary)
+    assert end_ids(architecture, Text(tmp_path)) == ids
+
+
+def test_the_engine_of_a_folder_ends_where_its_tokenizer_does(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    built: list[tuple[int, ...]] = []
+
+    def build(_: object, __: object, eos_ids: tuple[int, ...]) -> None:
+        built.append(eos_ids)
+        raise InterruptedError
+
+    monkeypatch.setattr("fleet_worker.engine.assemble.build_core", build)
+    config = msgspec.structs.replace(CONFIGURATION, ports=Ports(http=0))
+    with pytest.raises(InterruptedError):
+        assemble(config, folder, "127.0.0.1")
+    assert built == [(7, 2)]
 
 
 @pytest.mark.parametrize("given", ["2", [2, True], [2.5], True, {"a": 1}])

@@ -158,7 +158,7 @@ def assemble(config: WorkerConfig, folder: Path, host: str) -> EngineProcess:
         )
     text = Text(folder)
     llama = load_llama(folder, architecture, config.kv.block_tokens)
-    core, pool = build_core(config, llama, architecture.eos_ids)
+    core, pool = build_core(config, llama, end_ids(architecture, text))
     settings = TransferSettings(
         host=host,
         port=config.ports.side_channel,
@@ -184,6 +184,15 @@ def build_hot(config: WorkerConfig, core: EngineCore, pool: KvPool, connector: N
     seeder = Seeder(core, connector.hot, connector, weights, root, pool.block_tokens, pool.block_bytes)
     connector.hot.is_answered = True
     return Hot(connector.hot, lender, seeder, time.monotonic)
+
+
+def end_ids(architecture: ModelConfig, text: Text) -> tuple[int, ...]:
+    """What ends an answer: the configuration's tokens and, as with vLLM, the tokenizer's own. Of many models that were tuned for
+    chats the tokenizer alone was changed."""
+    own = text.eos_id
+    if own is None or own in architecture.eos_ids or own >= architecture.vocab_size:
+        return architecture.eos_ids
+    return (*architecture.eos_ids, own)
 
 
 def load_llama(folder: Path, architecture: ModelConfig, block_tokens: int) -> Llama:

@@ -50,6 +50,8 @@ class Text:
         """Tokens that `decode` passes over."""
         settings = _optional_json(folder / "tokenizer_config.json")
         self._special = {name: _special(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        self.eos_id: int | None = self.tokenizer.token_to_id(self._special["eos_token"]) if self._special["eos_token"] else None
+        """What the tokenizer calls the end: a chat template closes answers with it."""
         source = folder / "chat_template.jinja"
         written = _default(_text_of(source) if source.is_file() else settings.get("chat_template"))
         try:
