@@ -18,7 +18,8 @@ from fleet_worker.config import Ports
 from fleet_worker.engine.assemble import assemble, end_ids, load_llama
 from fleet_worker.engine.errors import ModelFilesError
 from fleet_worker.engine.llama import Chunk, Llama
-from fleet_worker.engine.modelconfig import read_config
+from fleet_worker.engine.modelconfig import read_config, read_defaults
+from fleet_worker.engine.sequence import Defaults
 from fleet_worker.engine.text import Text, text_digest
 from fleet_worker.engine.weights import load_weights, weights_digest
 from fleet_worker.tinymodel import CONFIG
@@ -109,6 +110,40 @@ def test_the_tokenizers_own_end_ends_an_answer_too(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     architecture = replace(read_config(with_config(tmp_path, eos_token_id=1)), vocab_size=vocabulary)
     assert end_ids(architecture, Text(tmp_path)) == ids
+
+
+@pytest.mark.parametrize(
+    ("generation", "found"),
+    [
+        (None, Defaults()),
+        ({}, Defaults()),
+        ({"temperature": 0.6, "top_p": 0.9, "do_sample": True}, Defaults(0.6, 0.9)),
+        ({"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}, Defaults(0.7, 0.8, 20)),
+        ({"temperature": None, "top_p": None, "top_k": -1}, Defaults()),
+        ({"temperature": 0, "top_k": 50.0}, Defaults(0, 1.0, 50)),
+    ],
+)
+def test_what_a_models_makers_advise_is_taken_from_its_folder(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], generation: Any, found: Defaults
+):
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_defaults(tmp_path) == found
+    penalty = "NoPenalty: repetition_penalty of generation_config.json: the torch engine has none"
+    assert (penalty in capfd.readouterr().err) is bool(generation and "repetition_penalty" in generation)
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [
+        {"temperature": "0.6"}, {"temperature": -1}, {"temperature": 3}, {"temperature": float("nan")}, {"top_p": 0},
+        {"top_p": 2}, {"top_p": True}, {"top_k": -2}, {"top_k": [1]}, {"top_k": float("inf")},
+    ],
+)  # fmt: skip
+def test_what_nobody_can_sample_by_is_refused_by_name(tmp_path: Path, generation: dict[str, Any]):
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    with pytest.raises(ModelFilesError, match=r"generation_config\.json: "):
+        read_defaults(tmp_path)
 
 
 def test_the_engine_of_a_folder_ends_where_its_tokenizer_does(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

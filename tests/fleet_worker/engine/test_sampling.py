@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
 from fleet_wire.blocks import root_hash
 from fleet_worker.engine.blocks import BlockAllocator
 from fleet_worker.engine.core import EngineCore, Limits
+from fleet_worker.engine.loop import EngineLoop
+from fleet_worker.engine.protocol import CompletionRequest, parse, sampling_of
 from fleet_worker.engine.sampler import draw, sample
-from fleet_worker.engine.sequence import Sampling, Sequence, finish_reason
+from fleet_worker.engine.sequence import Defaults, Sampling, Sequence, finish_reason
+from tests.fleet_worker.engine.test_server import serve
 
 LOGITS = torch.tensor([2.0, 0.0, 1.0, -1.0, 3.0, -2.0, 0.5, -40.0])
 DRAWS = 4_000
@@ -155,3 +160,37 @@ def test_an_answer_ends_where_its_parameters_say(params: dict[str, Any], tokens:
 def test_an_end_token_inside_the_least_length_ends_nothing(tokens: int, finish: str | None):
     sequence = Sequence("s", (1,), Sampling(max_tokens=9, min_tokens=3, stop_token_ids=(STOP,)), 0, 0.0, output=[STOP] * tokens)
     assert finish_reason(sequence, STOP, (EOS,)) == finish
+
+
+ADVISED = Defaults(temperature=0.6, top_p=0.9, top_k=20)
+
+
+@pytest.mark.parametrize(
+    ("given", "sampled"),
+    [
+        ({}, (0.6, 0.9, 20)),
+        ({"temperature": 1}, (1.0, 0.9, 20)),
+        ({"temperature": 0, "top_p": 1, "top_k": 0}, (0.0, 1.0, 0)),
+        ({"top_k": -1}, (0.6, 0.9, 0)),
+        ({"temperature": None, "top_p": None, "top_k": None}, (0.6, 0.9, 20)),
+    ],
+)
+def test_who_does_not_say_how_to_sample_gets_what_the_models_makers_advise(
+    given: dict[str, Any], sampled: tuple[float, float, int]
+):
+    """As with vLLM: Llama 3's answers were sampled at temperature 1, and wandered."""
+    asked = parse(json.dumps({"model": "m", "prompt": "a", **given}).encode(), CompletionRequest)
+    found = sampling_of(asked, 100, 100, ADVISED)
+    assert (found.temperature, found.top_p, found.top_k) == sampled
+
+
+def test_the_server_goes_by_it():
+    answers: list[list[int]] = []
+
+    async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
+        for given in ({}, {"temperature": 0}, {"temperature": 1, "seed": 3}):
+            asked = {"model": "tiny", "prompt": "the router", "max_tokens": 8, "return_token_ids": True, **given}
+            answers.append((await client.post("/v1/completions", json=asked)).json()["choices"][0]["token_ids"])
+
+    serve(scenario, defaults=Defaults(temperature=0.0))
+    assert answers[0] == answers[1] != answers[2]

@@ -19,7 +19,8 @@ from fleet_worker.engine.llama import Llama
 from fleet_worker.engine.loop import EngineLoop
 from fleet_worker.engine.metrics import EngineMetrics
 from fleet_worker.engine.modelconfig import read_config
-from fleet_worker.engine.protocol import MAX_BODY_BYTES, MAX_STOP_IDS, ChatMessage, text_messages
+from fleet_worker.engine.protocol import MAX_BODY_BYTES, MAX_STOP_IDS, NEUTRAL, ChatMessage, text_messages
+from fleet_worker.engine.sequence import Defaults
 from fleet_worker.engine.server import EngineServer
 from fleet_worker.engine.text import Text
 from fleet_worker.engine.weights import load_weights
@@ -35,7 +36,7 @@ CONFIG = WorkerConfig(
 Scenario = Callable[[httpx.AsyncClient, EngineLoop], Awaitable[None]]
 
 
-def serve(scenario: Scenario, broken: Exception | None = None) -> list[BaseException]:
+def serve(scenario: Scenario, broken: Exception | None = None, defaults: Defaults = NEUTRAL) -> list[BaseException]:
     """Run a scenario against one engine; returns what the engine reported as its end. The engine must be idle and whole after."""
     stopped: list[BaseException] = []
 
@@ -45,7 +46,7 @@ def serve(scenario: Scenario, broken: Exception | None = None) -> list[BaseExcep
             core.step = lambda: raise_when_asked(core, broken)  # type: ignore[method-assign]
         loop = EngineLoop(core, stopped.append, lambda _: None)
         loop.start()
-        server = EngineServer(CONFIG, loop, TEXT, EngineMetrics("tiny"))
+        server = EngineServer(CONFIG, loop, TEXT, EngineMetrics("tiny"), defaults=defaults)
         transport = httpx.ASGITransport(server.app())
         try:
             async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=30) as client:

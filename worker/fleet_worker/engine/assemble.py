@@ -30,8 +30,9 @@ from fleet_worker.engine.lending import Lender, part_blocks
 from fleet_worker.engine.llama import Llama
 from fleet_worker.engine.loop import EngineLoop
 from fleet_worker.engine.metrics import EngineMetrics
-from fleet_worker.engine.modelconfig import ModelConfig, read_config
+from fleet_worker.engine.modelconfig import ModelConfig, read_config, read_defaults
 from fleet_worker.engine.seeding import Hot, Seeder
+from fleet_worker.engine.sequence import Defaults
 from fleet_worker.engine.server import EngineServer
 from fleet_worker.engine.text import Text, text_digest
 from fleet_worker.engine.weights import load_weights
@@ -61,13 +62,15 @@ class _Server(uvicorn.Server):
 class EngineProcess:
     """One running engine."""
 
-    def __init__(self, config: WorkerConfig, host: str, core: EngineCore, text: Text, events: KvEventPublisher) -> None:
+    def __init__(
+        self, config: WorkerConfig, host: str, core: EngineCore, text: Text, events: KvEventPublisher, defaults: Defaults
+    ) -> None:  # fmt: skip
         self._config, self._host = config, host
         self._metrics = EngineMetrics(config.served_name)
         self._events = events
         self._loop = EngineLoop(core, self._stopped, lambda c: events.publish(c.take_cache_events()))
         self._server: _Server | None = None
-        self._text = text
+        self._text, self._defaults = text, defaults
         self._draining: asyncio.Task[None] | None = None
         """Since the first SIGTERM."""
 
@@ -102,7 +105,7 @@ class EngineProcess:
         """Serve until told to end (0) or until the engine thread fails (1). SIGINT is the agent's, which has drained by then."""
         bound = bind(self._host, self._config.ports.http)
         token, step_s = os.environ.get(ENGINE_TOKEN_ENV, ""), step_timeout_s(os.environ)
-        front = EngineServer(self._config, self._loop, self._text, self._metrics, token, step_s)
+        front = EngineServer(self._config, self._loop, self._text, self._metrics, token, step_s, self._defaults)
         server = self._server = _Server(
             uvicorn.Config(
                 front.app(), http=bounded(bounds_for(self._host)), ws="none", loop="asyncio", lifespan="off", log_level="warning",
@@ -156,7 +159,7 @@ def assemble(config: WorkerConfig, folder: Path, host: str) -> EngineProcess:
         raise ModelFilesError(
             f"maxModelLen is {config.max_model_len}, the model was made for {architecture.max_positions} positions"
         )
-    text = Text(folder)
+    text, defaults = Text(folder), read_defaults(folder)
     llama = load_llama(folder, architecture, config.kv.block_tokens)
     core, pool = build_core(config, llama, end_ids(architecture, text))
     settings = TransferSettings(
@@ -174,7 +177,7 @@ def assemble(config: WorkerConfig, folder: Path, host: str) -> EngineProcess:
     if config.kv.seed is not msgspec.UNSET:
         core.hot = build_hot(config, core, pool, connector)
     events = KvEventPublisher(host, config.ports.kv_events, config.ports.kv_replay, config.kv.block_tokens)
-    return EngineProcess(config, host, core, text, events)
+    return EngineProcess(config, host, core, text, events, defaults)
 
 
 def build_hot(config: WorkerConfig, core: EngineCore, pool: KvPool, connector: NixlConnector) -> Hot:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.engine.errors import ModelFilesError
 from fleet_worker.engine.files import MAX_CONFIG_BYTES, read_bounded
+from fleet_worker.engine.sequence import Defaults
 
 MOST = {
     "vocab_size": ("vocab_size", 2**22), "hidden": ("hidden_size", 2**17), "intermediate": ("intermediate_size", 2**19),
@@ -21,6 +23,9 @@ these numbers before a file of weights is looked at."""
 MAX_ROTARY = 2**32
 """Positions times head_dim: two tables of so many numbers."""
 MAX_EOS_IDS = 1024
+MAX_TEMPERATURE = 2.0
+"""As for requests."""
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_p")
 WINDOW = 4096
 """Tokens that a model with sliding attention sees where its config does not say: transformers' default; null says all."""
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
@@ -155,9 +160,39 @@ def _rope_scaling(raw: dict[str, Any]) -> RopeScaling | None:
     )
 
 
-def _eos_ids(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
+def read_defaults(folder: Path) -> Defaults:
+    """generation_config.json's sampling; ModelFilesError where it is none. Penalties, which this engine has not, are told of."""
+    given = _generation(folder)
+    if ours := [name for name in PENALTIES if given.get(name) not in (None, 1, 1.0, 0, 0.0)]:
+        words = f"{', '.join(ours)} of generation_config.json: the torch engine has none, vLLM would go by it"
+        print(f"NoPenalty: {words}", file=sys.stderr, flush=True)
+    try:
+        temperature, top_p, top_k = (given.get(name) for name in ("temperature", "top_p", "top_k"))
+        made = Defaults(
+            _number(temperature, 1.0, "temperature"), _number(top_p, 1.0, "top_p"), int(_number(top_k, 0, "top_k"))
+        )  # fmt: skip
+        if not (0 <= made.temperature <= MAX_TEMPERATURE and 0 < made.top_p <= 1 and -1 <= made.top_k <= MOST["vocab_size"][1]):
+            raise ValueError(f"temperature {made.temperature}, top_p {made.top_p}, top_k {made.top_k} are out of their bounds")
+    except (ValueError, OverflowError) as error:
+        raise ModelFilesError(f"{folder}/generation_config.json: {error}") from error
+    return replace(made, top_k=max(0, made.top_k))
+
+
+def _number(found: Any, otherwise: float, name: str) -> float:
+    if found is None:
+        return otherwise
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise ValueError(f"{name} {found!r} is no number")
+    return found
+
+
+def _generation(folder: Path) -> dict[str, Any]:
     path = folder / "generation_config.json"
-    found = (_read_json(path) if path.is_file() else {}).get("eos_token_id")
+    return _read_json(path) if path.is_file() else {}
+
+
+def _eos_ids(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
+    found = _generation(folder).get("eos_token_id")
     if found is None:  # null there says as little as nothing
         found = raw.get("eos_token_id")
     if found is None:

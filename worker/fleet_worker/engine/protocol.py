@@ -11,7 +11,7 @@ from fleet_wire.kv import KvReference
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.engine.errors import BadRequestError
 from fleet_worker.engine.neutral import refuse_unsupported
-from fleet_worker.engine.sequence import Sampling
+from fleet_worker.engine.sequence import Defaults, Sampling
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1_024
@@ -27,6 +27,7 @@ CODES: Final = {
 MAX_TOLD = 200
 """Characters of what was given that a refusal says back."""
 MAX_BODY_BYTES = 4 * 1024 * 1024
+NEUTRAL: Final = Defaults()
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -162,7 +163,7 @@ def check_stops(request: Request) -> list[str]:
     return stop
 
 
-def sampling_of(request: Request, room: int, most: int) -> Sampling:
+def sampling_of(request: Request, room: int, most: int, defaults: Defaults = NEUTRAL) -> Sampling:
     """Sampling parameters; max_tokens defaults to what the model's length leaves (`room`), bounded by `most`."""
     asked = request.max_completion_tokens or request.max_tokens
     default = 16 if isinstance(request, CompletionRequest) else room
@@ -171,11 +172,10 @@ def sampling_of(request: Request, room: int, most: int) -> Sampling:
         raise BadRequestError(f"max_tokens is {limit}, at most {most} are served", "max_tokens")
     if request.min_tokens > limit:
         raise BadRequestError(f"min_tokens is {request.min_tokens}, more than max_tokens {limit}", "min_tokens")
-    temperature = 1.0 if request.temperature is None else request.temperature
     return Sampling(
-        temperature=temperature,
-        top_p=request.top_p if request.top_p is not None else 1.0,
-        top_k=max(0, request.top_k or 0),
+        temperature=request.temperature if request.temperature is not None else defaults.temperature,
+        top_p=request.top_p if request.top_p is not None else defaults.top_p,
+        top_k=max(0, request.top_k if request.top_k is not None else defaults.top_k),
         seed=request.seed,
         max_tokens=limit,
         min_tokens=request.min_tokens,

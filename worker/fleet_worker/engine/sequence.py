@@ -16,6 +16,15 @@ Stage = Literal["waiting", "pulling", "running", "finished"]
 
 
 @dataclass(frozen=True, slots=True)
+class Defaults:
+    """What the model's makers advise for requests that do not say, as vLLM takes it from generation_config.json."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How to choose tokens. Temperature 0 is greedy; a seed makes a sampled answer reproducible in any batch."""
 

@@ -41,7 +41,7 @@ from fleet_worker.engine.metrics import EngineMetrics
 from fleet_worker.engine.reader import Reader
 from fleet_worker.engine.reading import Read, Terms, What, read_request, tell
 from fleet_worker.engine.seedroute import seed
-from fleet_worker.engine.sequence import Sequence
+from fleet_worker.engine.sequence import Defaults, Sequence
 from fleet_worker.engine.text import Text
 from fleet_worker.transfer.base import KvError, KvReferenceError
 
@@ -70,7 +70,7 @@ class EngineServer:
 
     def __init__(
         self, config: WorkerConfig, loop: EngineLoop, text: Text, metrics: EngineMetrics, token: str = "",
-        step_timeout_s: float = STEP_TIMEOUT_S,
+        step_timeout_s: float = STEP_TIMEOUT_S, defaults: Defaults = wire.NEUTRAL,
     ) -> None:  # fmt: skip
         """`token`: who shows it may load and unload adapters; empty: nobody. A step longer than `step_timeout_s` is stuck."""
         self._config = config
@@ -78,7 +78,7 @@ class EngineServer:
         self._loop = loop
         self._text = text
         self._metrics = metrics
-        self._step_timeout_s = step_timeout_s
+        self._step_timeout_s, self._defaults = step_timeout_s, defaults
         self._random = random.SystemRandom()
         self._inflight = InFlight(self._routes())
         self._reader = Reader(text.folder, text.digest)
@@ -281,10 +281,10 @@ class EngineServer:
         asked, kv = read.asked, read.kv
         adapter = self._adapter(asked.model)  # it may have been unloaded meanwhile; from here on nothing waits
         limits = self._loop.core.limits
-        room = max(1, limits.max_model_len - read.count)
-        sampling = wire.sampling_of(asked, room, self._config.max_output_tokens)
+        room, most = max(1, limits.max_model_len - read.count), self._config.max_output_tokens
+        sampling = wire.sampling_of(asked, room, most, self._defaults)
         if kv.do_remote_decode:
-            decoded = wire.sampling_of(wire.decode_leg_of(asked, kv), room, self._config.max_output_tokens)
+            decoded = wire.sampling_of(wire.decode_leg_of(asked, kv), room, most, self._defaults)
             self._loop.core.check_fits(read.count, decoded.max_tokens)
             self._loop.core.check_can_sample(decoded)
         self._loop.core.check_fits(read.count, sampling.max_tokens)
