@@ -82,3 +82,10 @@ def test_calls_of_tools_are_refused_by_name_where_the_template_does_not_know_the
             assert (answer.status_code, answer.json()["error"]["message"]) == (400, words)
 
     serve(scenario)
+
+
+@pytest.mark.parametrize(("texts", "content"), [([], ""), (["a"], "a"), (["a", "b c"], "a\nb c"), (["a\n", "", "b"], "a\n\n\nb")])
+def test_each_part_of_a_content_has_lines_of_its_own(texts: list[str], content: str):
+    """As in vLLM, and as routers join those of other dialects: the last word of one was glued to the first of the next."""
+    said = msgspec.convert({"role": "user", "content": [{"type": "text", "text": text} for text in texts]}, ChatMessage)
+    assert text_messages([said]) == [{"role": "user", "content": content}]

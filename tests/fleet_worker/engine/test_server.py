@@ -172,7 +172,7 @@ def test_a_content_part_is_named_by_its_path(part: dict[str, Any], words: str):
     with pytest.raises(BadRequestError) as told:
         text_messages(messages)
     assert (str(told.value), told.value.param) == (words, "messages")
-    assert text_messages([messages[0], ChatMessage("user", said)])[1] == {"role": "user", "content": "aa"}
+    assert text_messages([messages[0], ChatMessage("user", said)])[1] == {"role": "user", "content": "a\na"}
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])

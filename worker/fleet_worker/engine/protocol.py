@@ -244,9 +244,10 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
+    """Parts on lines of their own, as vLLM gives them to a template that takes text."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(_part(part, f"{where}[{number}]") for number, part in enumerate(content))
+    return "\n".join(_part(part, f"{where}[{number}]") for number, part in enumerate(content))
 
 
 def _part(part: dict[str, Any], where: str) -> str:
