@@ -22,7 +22,7 @@ from fleet_worker.engine.metrics import EngineMetrics
 from fleet_worker.engine.reading import Terms, packed, read_request, unpacked
 from fleet_worker.engine.server import EngineServer
 from fleet_worker.engine.text import Text
-from fleet_worker.engine.today import now_said
+from fleet_worker.engine.today import now_said, teller
 from fleet_worker.engine.tokens import tokenize
 from tests.fleet_worker.engine.test_core import ScriptedConnector, engine, reference
 from tests.fleet_worker.engine.test_server import CONFIG
@@ -155,6 +155,12 @@ def test_what_it_cannot_be_told_is_a_bad_request(tmp_path: Path, source: str, sa
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
     with pytest.raises(BadRequestError, match=why):
         Text(tmp_path).render_chat(MESSAGES, said_at=said_at)
+
+
+def test_a_moment_that_is_none_is_not_said_back_in_full():
+    with pytest.raises(BadRequestError) as told:
+        teller("x" * 1_000_000)
+    assert len(str(told.value)) < 300
 
 
 def test_the_day_goes_on():

@@ -30,7 +30,7 @@ def teller(said_at: str) -> Callable[[str], str]:
     try:
         moment = datetime.fromisoformat(said_at)
     except ValueError as error:
-        raise BadRequestError(f"kv_transfer_params.said_at: {error}", "kv_transfer_params") from error
+        raise BadRequestError(f"kv_transfer_params.said_at: {str(error)[:200]}", "kv_transfer_params") from error
 
     def strftime_now(wanted: str) -> str:
         if len(wanted) > MAX_FORMAT:
