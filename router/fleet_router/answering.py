@@ -14,6 +14,7 @@ import msgspec
 from fleet_router.admission.gate import Ticket
 from fleet_router.admission.quota import Outcome
 from fleet_router.admission.runaway import Why
+from fleet_router.admission.usage import cut_anywhere
 from fleet_router.answerhead import AnswerHead
 from fleet_router.ask import Ask, Hints
 from fleet_router.config import RouterConfig
@@ -65,8 +66,8 @@ class Answering(Metering):
 
     __slots__ = (
         "_again", "_asked", "_barred", "_client", "_connection", "_context", "_counted", "_decode_failures", "_due",
-        "_excluded", "_first", "_gaps", "_giver", "_handed_over", "_head_bytes", "_heard", "_hedge", "_held", "_keys", "_last",
-        "_lease", "_left_s", "_leg", "_leg_worker", "_local", "_measured", "_moved", "_outcome", "_path", "_paused",
+        "_excluded", "_first", "_gaps", "_giver", "_half", "_handed_over", "_head_bytes", "_heard", "_hedge", "_held", "_keys",
+        "_last", "_lease", "_left_s", "_leg", "_leg_worker", "_local", "_measured", "_moved", "_outcome", "_path", "_paused",
         "_prefill_failures", "_resumes", "_sent", "_served", "_splits", "_stalled_at", "_streams", "_trip", "_unended",
         "_unreached", "config", "deadline", "done", "hints", "last_byte_at", "record", "sent_at", "started", "started_at",
     )  # fmt: skip
@@ -117,8 +118,8 @@ class Answering(Metering):
         """It waits for workers."""
         self._due: tuple[float, float] | None = None
         """Of one that waits, or waited, for a worker that comes back: until when it does, and when its first byte is due."""
-        self._head_bytes = b""
-        """The answer's head, waiting for the first bytes of its body: one write for both."""
+        self._head_bytes = self._half = b""
+        """The answer's head, waiting for the first bytes of its body: one write for both; half of an error that it began with."""
         self._outcome: Outcome = "left"
         """How it ends if it ends now, unless we refuse it."""
         self.started = self.done = self._splits = False
@@ -145,7 +146,7 @@ class Answering(Metering):
     def head(self, status: int, head: AnswerHead) -> None:
         """The answer begins: from now on no retry."""
         now = self._context.clock()
-        self.started = True
+        self.started, self._half = True, b""
         self.last_byte_at = now
         self.record.status = status
         self._goes_on_until(now)
@@ -253,13 +254,12 @@ class Answering(Metering):
             return
         elif not sound and self._splits and self._sent is None and self._begins_an_event(data):
             self._sent = Halves(self._context.room)
-        broke = ""
+        size, broke = len(data), ""
         if self._sent is not None:
-            size = len(data)
             data = self._sent.whole(data) if not self._sent.full else self._keep_no_more() + data
-            if len(data) > size and shown is None:
-                data, broke = self._up_to_a_cut_error(data)
-        if shown is None and not broke and data.find(HINT) >= 0:  # `in` raises and catches an error first
+        if shown is None and self._splits and (len(data) > size or cut_anywhere(data)):
+            data, broke = self._up_to_a_cut_error(data)
+        elif shown is None and data.find(HINT) >= 0:  # `in` raises and catches an error first
             data, broke = self._up_to_an_error(data)
         self._tell((self._without_usage(data) if self._hides else data) if shown is None else shown)
         self._count_tokens(data, sound)
@@ -296,10 +296,11 @@ class Answering(Metering):
         return good, found[1]
 
     def _up_to_a_cut_error(self, data: bytes) -> tuple[bytes, str]:
-        """The same of an event that came in several reads: borders of chunks may cut what tells an error."""
+        """The same where borders of chunks may cut what tells an error."""
         contents = unframed(data)
-        found = error_in(contents) if contents.find(HINT) >= 0 else None
-        if found is None:
+        if not contents:  # it begins within a chunk
+            return self._up_to_an_error(data)
+        if (found := error_in(contents) if contents.find(HINT) >= 0 else None) is None:
             return data, ""
         good = framed(whole_events(contents, found[0] + 1))
         if self._sent is not None:

@@ -10,10 +10,10 @@ import msgspec
 from fleet_router.admission.usage import BETWEEN
 from fleet_router.answering import EVENT_END, OK
 from fleet_router.dialect.chat import DONE, UNENDED
-from fleet_router.ending import CHAT_PATH, END, framed, unframed
+from fleet_router.ending import CHAT_PATH, END, framed, opened, unframed
 from fleet_router.errors import RequestError
 from fleet_router.expected import END_BYTES, breaks_off, is_answer, is_closed, says_an_end, says_something, without_bom
-from fleet_router.health.inband import broke_off_with, error_in, first_error
+from fleet_router.health.inband import broke_off_with, error_in, first_error, half_an_error
 from fleet_router.health.resume import Again, Said, Start, continued, said_of, start_of
 from fleet_router.health.sent import CHUNK_END, CRLF_END
 from fleet_router.measuring import Measuring
@@ -169,10 +169,14 @@ class Carrying(Measuring):
         """Bytes of a stream: its end goes to nobody when it is not said to be one."""
         one = self._connection
         if self._first:
-            data = without_bom(data)
+            data = without_bom(self._half + data)
             if not data:
                 return
-            if words := first_error(data):
+            contents = opened(data) if self._splits else data
+            self._half = data if half_an_error(contents) and (one is None or not one.ended) else b""
+            if self._half:
+                return
+            if words := first_error(contents):
                 self.broke_off(words)
                 return
         if one is not None and one.ended and self.record.status == OK and (why := self._unclosed(data)):

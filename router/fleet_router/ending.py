@@ -56,6 +56,12 @@ def whole_chunks(data: bytes) -> tuple[bytes, bytes]:
     return b"".join(out), data[at:]
 
 
+def opened(data: bytes) -> bytes:
+    """Contents of all chunks, of the last one as far as it has come."""
+    whole, rest = whole_chunks(data)
+    return whole + rest.partition(b"\r\n")[2]
+
+
 def without_usage(read: bytes) -> tuple[bytes, tuple[int, int] | None]:
     """A read of a stream without the event that only tells what was used, and that: (input, output) tokens. As it is where its
     framing is not understood."""

@@ -121,6 +121,12 @@ def cut_in_two(read: bytes) -> bool:
     return breaks > 2 and _cut_elsewhere(read, near, breaks)
 
 
+def cut_anywhere(read: bytes) -> bool:
+    """A chunk of this read ends elsewhere than behind an event, or its events end with CRLF."""
+    breaks = read.count(_CRLF)
+    return breaks > 2 and _cut_elsewhere(read, 0, breaks)
+
+
 def _cut_elsewhere(read: bytes, near: int, breaks: int) -> bool:
     """From `near` on, where so many `breaks` (CRLF) are, a chunk ends elsewhere than behind an event, or events end with CRLF.
     Each whole chunk has two of its framing, and one of them stands behind an event; the last one has two, behind nothing. Where

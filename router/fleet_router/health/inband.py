@@ -16,6 +16,9 @@ FOUND: Final = re.compile(rb'(?:^|\n)(?:event: ?error[\r\n]|data: ?\{\s*(?:"erro
 PAYLOAD: Final = re.compile(rb"(?:^|\n)data: ?([^\r\n]*)")
 EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n")
 WORDS_MOST: Final = 500
+HALF_MOST_BYTES: Final = 65_536
+"""Of an error whose end is waited for."""
+WORDLESS: Final = "an error without words"
 DATA: Final = b"data:"
 BROKE_OFF: Final = "the worker broke the stream off"
 
@@ -26,15 +29,28 @@ def error_in(data: bytes) -> tuple[int, str] | None:
     found = FOUND.search(data)
     if found is None:
         return None
-    line = PAYLOAD.search(data, found.start())
-    words = words_of(line[1] if line is not None else b"")
-    return None if words is None else (found.start(), words)
+    line = PAYLOAD.search(data, found.start(), _event_end(data, found.start()))
+    words = words_of(line[1]) if line is not None else ""
+    return None if words is None else (found.start(), words or WORDLESS)
 
 
-def first_error(read: bytes) -> str:
+def _event_end(data: bytes, at: int) -> int:
+    """Where the event ends that begins here, or behind this line break; where it has no end, that of the data."""
+    return min([end for one in EVENT_ENDS if (end := data.find(one, at + 1)) >= 0], default=len(data))
+
+
+def first_error(contents: bytes) -> str:
     """The words of an error before which nothing is told in a stream's first read; empty: there is none."""
-    found = error_in(read) if read.find(HINT) >= 0 else None
-    return found[1] if found is not None and read.find(DATA, 0, found[0]) < 0 else ""
+    found = error_in(contents) if contents.find(HINT) >= 0 else None
+    return found[1] if found is not None and contents.find(DATA, 0, found[0]) < 0 else ""
+
+
+def half_an_error(contents: bytes) -> bool:
+    """A stream's first read ends in the middle of one: whose it is and what it says stands in the rest."""
+    found = FOUND.search(contents) if contents.find(HINT) >= 0 and len(contents) < HALF_MOST_BYTES else None
+    if found is None or contents.find(DATA, 0, found.start()) >= 0:
+        return False
+    return _event_end(contents, found.start()) == len(contents)
 
 
 def whole_events(contents: bytes, until: int) -> bytes:

@@ -282,3 +282,79 @@ def test_a_word_that_a_chunks_border_cuts(at: int, together: bool, temperature: 
         assert rig.context.metrics.of("t", "r").errors == 1
 
     run(go, prefill=0, decode=2)
+
+
+def cut_ways(error: bytes, at: int) -> dict[str, list[bytes]]:
+    """A stream that tells of an error in two chunks, and how it may be read."""
+    event = events(tokens([5, 6, 7], 40)[:1], with_ids=False, finish=False)[0]
+    before, halves, end = framed(event), [framed(error[:at]), framed(error[at:])], framed(DONE) + b"0\r\n\r\n"
+    glued = framed(event + error[:at]) + framed(error[at:] + DONE) + b"0\r\n\r\n"
+    whole = framed(error)
+    return {
+        "one read": [HEAD, b"".join([before, *halves, end])],
+        "with its head": [b"".join([HEAD, before, *halves, end])],
+        "glued to others": [HEAD, glued],
+        "two reads": [HEAD, before, halves[0], halves[1] + end],
+        "first, one read": [HEAD, b"".join([*halves, end])],
+        "first, two reads": [HEAD, halves[0], halves[1] + end],
+        "first, one chunk, two reads": [HEAD, whole[: at + 4], whole[at + 4 :] + end],
+    }
+
+
+async def what_is_told(rig: Rig, reads: list[bytes]) -> bytes:
+    """The body that a client gets of a stream that comes in these reads."""
+    reader, writer, connection = await rig.connect()
+    writer.write(http(GREEDY | {"temperature": 1}, "connection: close"))
+    await until(lambda: connection.flow is not None and connection.flow._connection is not None)  # type: ignore[union-attr]
+    upstream = connection.flow._connection  # type: ignore[union-attr]
+    assert upstream is not None
+    leg = upstream._leg
+    for data in reads:
+        if upstream._leg is leg:
+            upstream.data_received(data)
+    async with asyncio.timeout(2):
+        got = await reader.read(-1)
+    for worker in rig.context.table.by_role["decode"]:
+        worker.breaker.succeeded()
+    return got.partition(b"\r\n\r\n")[2]
+
+
+async def hangs(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+    await asyncio.sleep(30)
+    return True
+
+
+@pytest.mark.parametrize("way", list(cut_ways(b"", 0)))
+@pytest.mark.parametrize("code", [500, 400])
+def test_a_border_of_chunks_anywhere_in_an_error(code: int, way: str):
+    """In one read with the border it went to the client, [DONE] and all, as the end of a good answer; and where half of it could
+    be seen, what was the client's fault was asked of others, who were put out for it."""
+
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = hangs
+        for shape in ("vllm", "name", "object"):
+            error = SHAPES[shape].replace(b"500", str(code).encode())
+            for at in range(3, len(error), 5):
+                got = await what_is_told(rig, cut_ways(error, at)[way])
+                text = unframed(got) or got
+                told = b"the worker broke the stream off: EngineCore died." in text
+                assert (told, b"[DONE]" in text) == ((True, False) if code == 500 else (False, True)), (shape, at, got)
+        assert rig.context.metrics.retries == 0
+
+    run(go, prefill=0, config=msgspec.structs.replace(CONFIG, resume="off"))
+
+
+@pytest.mark.parametrize("error", [b"event: error\ndata:\n\n", b'event: error\ndata: ""\n\n', b"event: error\n\n"])
+@pytest.mark.parametrize("first", [True, False])
+def test_an_error_without_words_is_one(error: bytes, first: bool):
+    """Nobody was told of it, nor of the end of the body: the client waited for that for as long as it liked."""
+
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = hangs
+        before = [] if first else [framed(events([1], with_ids=False, finish=False)[0])]
+        got = await what_is_told(rig, [HEAD, *before, framed(error) + framed(DONE) + b"0\r\n\r\n"])
+        assert b"the worker broke the stream off: an error without words" in got
+        assert b"[DONE]" not in got
+        assert rig.context.metrics.of("t", "r").errors == 1
+
+    run(go, prefill=0, config=msgspec.structs.replace(CONFIG, resume="off"))
