@@ -51,6 +51,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--processes", type=int, default=1, help="routers that share the port, 1 to 64")
     parser.add_argument("--member", type=Member.parse, default=Member(), help=argparse.SUPPRESS)
+    parser.add_argument("--counts", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--tls-cert", type=Path, help="PEM file: TLS instead of plain HTTP; read again when it changes")
     parser.add_argument("--tls-key", type=Path, help="its key")
     parser.add_argument("--tls-client-ca", type=Path, help="clients need a certificate of this CA")
@@ -181,6 +182,7 @@ def main() -> int:
         tls_of(given),
         admin_port_of(given),
         given.drain_timeout,
+        given.counts,
     )
     gc.freeze()
     gc.set_threshold(*GC_OBJECTS)

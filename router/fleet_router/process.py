@@ -8,7 +8,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -36,6 +36,7 @@ from fleet_router.gossip.link import GossipError, GossipSettings, Link
 from fleet_router.gossip.share import Share
 from fleet_router.hints import wanted_headers
 from fleet_router.histogram import fold_all
+from fleet_router.kept import Kept
 from fleet_router.listening import wait_of
 from fleet_router.members import Answer, Member, serve
 from fleet_router.metrics import COMPILED, Metrics
@@ -86,6 +87,8 @@ class Settings:
     drain_s: float = DRAIN_S
     """Longest wait, after SIGTERM, for answers that are under way. Not part of the documents: it belongs to the pod's grace
     period, which does not change while the pod lives."""
+    counts: int | None = None
+    """Of one of several processes: where what it has counted outlives it (a file descriptor)."""
 
 
 class Router:
@@ -115,6 +118,7 @@ class Router:
         if settings.admin_port:
             self._ports.append(Port(settings.host, settings.admin_port, self.admin_connection, shared=shared))
         self._context.gather = self.gather if shared else None
+        self._kept = Kept(settings.counts)
         self._documents: Documents | None = None
         """Those in force."""
         self._emptied = Emptied()
@@ -215,20 +219,17 @@ class Router:
             rows = [(w.endpoint.name, w.endpoint.role, w.endpoint.tier, w.own) for w in context.table.workers.values()]
             age_s = -1.0 if self._followed_at is None else self._clock() - self._followed_at
             text = context.metrics.exposition(rows, age_s, len(context.table.routing.index))
-            now = self._clock()
-            parts = context.holding, context.receiving, context.unread, self._prewarm
-            text += "".join(f"{line}\n" for line in (*chain.from_iterable(p.lines() for p in parts), *context.table.lines(now)))
+            counted = context.holding, context.receiving, context.unread, self._prewarm
+            parts: list[Iterable[str]] = [*(one.lines() for one in counted), context.table.lines(self._clock())]
             if self._certificates is not None:
-                text += "".join(f"{line}\n" for line in self._certificates.lines())
-                text += "".join(f"{line}\n" for line in self._ports[0].handshakes.lines())
+                parts += [self._certificates.lines(), self._ports[0].handshakes.lines()]
             if self._link is not None:
-                text += "".join(f"{line}\n" for line in self._link.lines())
+                parts.append(self._link.lines())
             if context.knowledge is not None:
-                text += "".join(f"{line}\n" for line in context.knowledge.lines())
-            ready, waiting = len(context.table.by_role["decode"]), self._desk.gate.waiting
-            text += "".join(
-                f"{line}\n" for line in self._recorder.lines(context.config, ready, len(context.table.routing.index), waiting)
-            )
+                parts.append(context.knowledge.lines())
+            ready, waiting, keys = len(context.table.by_role["decode"]), self._desk.gate.waiting, len(context.table.routing.index)
+            parts.append(self._recorder.lines(context.config, ready, keys, waiting))
+            text += "".join(f"{line}\n" for line in chain.from_iterable(parts))
             return 200, b"text/plain; version=0.0.4", (text + exposition(self._desk, self._clock())).encode()
         if path == b"/v1/models":
             return 200, b"application/json", models_of(context.config, context.table.adapters())
@@ -360,7 +361,7 @@ class Router:
         if path == DECISIONS:
             return decisions_here(self._recorder, url, self._clock())
         status, _, body = self.plain(url)
-        return status, body
+        return status, self._kept.with_before(body.decode()).encode() if path == b"/metrics" else body
 
     async def gather(self, url: bytes) -> Answer:
         """Of all of them, to a client."""

@@ -53,12 +53,12 @@ class Supervisor:
 
     async def _keep(self, index: int, key: int | None) -> int:
         """One place: a process, and the next one when it dies."""
-        quick, member = 0, f"{index}/{self._size}/{self._family}"
+        quick, member, counts = 0, f"{index}/{self._size}/{self._family}", os.memfd_create("counts", 0)
         while True:
             began = time.monotonic()
-            argv = [sys.executable, "-m", "fleet_router", *self._argv, "--member", member]
+            argv = [sys.executable, "-m", "fleet_router", *self._argv, "--counts", str(counts), "--member", member]
             argv += ["--gossip-key", f"{OWN_KEY}{key}"] if key is not None else []
-            code = await self._run(argv, key)
+            code = await self._run(argv, (counts,) if key is None else (counts, key))
             if self._stop.is_set():
                 return exit_code(code)
             quick = quick + 1 if time.monotonic() - began < QUICK_S else 0
@@ -68,10 +68,10 @@ class Supervisor:
                 return 1
             await asyncio.sleep(AGAIN_S)
 
-    async def _run(self, argv: Sequence[str], key: int | None) -> int:
+    async def _run(self, argv: Sequence[str], files: Sequence[int]) -> int:
         """A process from its start to its end; 1 when none can be started now: the others serve on."""
         try:
-            child = await asyncio.create_subprocess_exec(*argv, pass_fds=() if key is None else (key,), start_new_session=True)
+            child = await asyncio.create_subprocess_exec(*argv, pass_fds=files, start_new_session=True)
         except OSError as error:
             write(f"event=process-not-started problem={error}")
             return 1
