@@ -261,7 +261,8 @@ class Hedging(Retrying):
         self._leg_worker, self._leg, self._connection, self.sent_at = worker, hedge.leg, hedge.connection, hedge.sent_at
         if self._trip is not None:
             self._trip.hedge_over(self._context.clock(), won=True)
-        self._context.table.routing.index.add(self._keys, worker.uid)
+        if (table := self._context.table).workers.get(worker.uid) is worker:  # see `Answering._taken`
+            table.routing.index.add(self._keys, worker.uid)
         self._context.metrics.hedges["won"] += 1
         if (told := self.record.tries[-1].second) is not None:
             told.outcome = "won"

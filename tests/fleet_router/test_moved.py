@@ -16,6 +16,7 @@ from fleet_router.process import Router
 from fleet_wire.endpoints import Endpoint, Endpoints
 from tests.fleet_router.fake_worker import stream
 from tests.fleet_router.rig import CONFIG, LONG, Rig, answer_of, ask, http, run, until
+from tests.fleet_router.test_hedging import HEDGED, Stalls, with_stalls
 
 
 def told(rig: Rig, *workers: Endpoint) -> None:
@@ -81,6 +82,25 @@ def test_what_is_answered_at_the_old_address_is_not_cached_at_the_new_one():
         assert index.entries > 0
 
     run(go, prefill=0, decode=2)
+
+
+def test_what_a_second_prefill_leg_computed_at_the_old_address_is_not_cached_at_the_new_one():
+    """Its pod came back with its uid meanwhile, and was believed to hold KV that its node had lost."""
+
+    async def test(stalls: Stalls) -> None:
+        task, table = await stalls.both(), stalls.rig.context.table
+        second = next(worker for worker in table.by_role["prefill"] if worker.endpoint.http_port == stalls.asked[1].port)
+        moved = [
+            msgspec.structs.replace(one, http_port=1) if one is second.endpoint else one
+            for one in (worker.endpoint for worker in table.workers.values())
+        ]
+        stalls.rig.router.apply(Documents(HEDGED, Endpoints(fleet="f", namespace="n", workers=tuple(moved))))
+        stalls.told[1].set_result(200)
+        assert (await task)[0] == 200
+        assert stalls.events()["won"] == 1
+        assert table.routing.index._held[second.uid].keys == 0
+
+    with_stalls(test)
 
 
 @pytest.mark.skipif(COMPILED, reason="compiled code takes real knowledge only: `make unit` runs this one")
