@@ -434,6 +434,8 @@ class Answering(Metering):
 
     def _refuse(self, error: RequestError) -> None:
         if self.started:
+            if self._again is not None:
+                self._context.metrics.resumed["refused"] += 1
             self._break(error)
             return
         self.record.error = remembered(error)

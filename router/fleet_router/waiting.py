@@ -29,7 +29,11 @@ class Awaiting(Carrying):
         return table.choose(ask.prompt, self.config, now, self._excluded, seed, ask.adapter, hints, last_resort=True)
 
     def _hold(self, why: str, code: str) -> None:
-        """Nobody can answer it now: it waits for workers, if any are to come or to come back."""
+        """Nobody can answer it now: it waits for workers, if any are to come or to come back. A client that has half an answer
+        would hear nothing for minutes."""
+        if self.started and not self.begins_anew():
+            self._refuse(RequestError(503, why, code="no_worker"))
+            return
         holding, now, lane, tier = self._context.holding, self._context.clock(), self._ticket.lane, self._tier_not_there()
         why = f"{why} in tier {tier}, which alone may answer" if tier else why
         waking = holding.wakes(tier) or (self._held and self._due is None)

@@ -1,0 +1,42 @@
+"""Streams that break where nobody can carry them on now."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from fleet_router.follow.documents import Documents
+from tests.fleet_router.fake_worker import stream as stream_of
+from tests.fleet_router.rig import CONFIG, Rig, ask, http, run, until
+from tests.fleet_router.test_returning import document
+
+
+@pytest.mark.parametrize("parts", [[], ["a"]])
+def test_who_has_half_an_answer_does_not_wait_for_a_tier_to_wake(parts: list[str]):
+    """Its client heard nothing for as long as a tier may take to wake. Who has a head alone waits as those without one do."""
+
+    async def go(rig: Rig) -> None:
+        only = rig.context.table.by_role["decode"][0].endpoint
+        rig.router.apply(Documents(CONFIG, document(only, zero=("s",))))
+
+        async def breaks(_: Any, writer: asyncio.StreamWriter) -> bool:
+            await stream_of(writer, parts, end=False, gap_s=0.01)
+            await asyncio.sleep(0.05)
+            writer.close()
+            return True
+
+        rig.decode[0].behave = breaks
+        reader, writer, _ = await rig.connect()
+        writer.write(http(ask(prompt="p", stream=True, temperature=0)))
+        if parts:
+            assert b'"code":"no_worker"' in await reader.readuntil(b"0\r\n\r\n")
+            assert (len(rig.context.holding), rig.context.metrics.resumed) == (0, {"refused": 1})
+        else:
+            await until(lambda: len(rig.context.holding) == 1)
+            rig.apply(rig.prefill, rig.decode[1:])
+            assert b"[DONE]" in await reader.readuntil(b"0\r\n\r\n")
+            assert rig.context.metrics.resumed == {"done": 1}
+
+    run(go, prefill=0, decode=2)
