@@ -14,8 +14,8 @@ from fleet_router.explain.recorder import Recorder
 from fleet_router.explain.route import answer
 from fleet_router.holding import Holding
 from fleet_router.listening import Listening, wait_of
-from fleet_router.members import Answer, Member, ask_all, summed
-from fleet_router.paths import DECISIONS
+from fleet_router.members import Answer, Member, ask_all, ask_each, summed
+from fleet_router.paths import DECISIONS, HELD
 
 Gather = Callable[[bytes], Coroutine[Any, Any, Answer]]
 """A path, with its query, → what all processes say."""
@@ -102,21 +102,27 @@ async def held_by_all(member: Member, holding: Holding, url: bytes) -> Answer:
     """Of all processes, as soon as one of them holds something."""
     wait_s = wait_of(url)
 
-    async def elsewhere() -> int:
-        answers = await ask_all(member, url, wait_s)
-        return sum(int(answer[1]) for answer in answers if answer is not None and answer[0] == 200)
+    async def there(asked: Coroutine[Any, Any, Answer | None]) -> int:
+        return _held_of(await asked)
 
-    asked = [asyncio.create_task(one) for one in (held_here(holding, wait_s), elsewhere())]
-    total = 0
+    elsewhere = [there(one) for one in ask_each(member, url, wait_s)]
+    asked = [asyncio.create_task(one) for one in (held_here(holding, wait_s), *elsewhere)]
+    held = 0
     try:
         for done in asyncio.as_completed(asked):
-            total += await done
-            if total:
+            held = await done
+            if held:
                 break
     finally:
         for task in asked:
             task.cancel()
-    return 200, b"%d\n" % total
+    if held:  # by one of them: what the others hold now nobody has to wait for
+        held = max(held, len(holding) + sum(map(_held_of, await ask_all(member, HELD))))
+    return 200, b"%d\n" % held
+
+
+def _held_of(answer: Answer | None) -> int:
+    return int(answer[1]) if answer is not None and answer[0] == 200 else 0
 
 
 async def gathered(member: Member, path: bytes, here: Callable[[bytes], Awaitable[Answer]]) -> Answer:

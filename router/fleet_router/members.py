@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import re
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 ASK_S = 1.0
 LINE_BYTES = 16_384
@@ -70,7 +71,12 @@ async def serve(member: Member, answer: Ask) -> None:
 
 async def ask_all(member: Member, path: bytes, wait_s: float = 0.0) -> list[Answer | None]:
     """Of each sibling; None: it did not answer in time."""
-    return await asyncio.gather(*(_ask(name, path, wait_s) for name in member.siblings("ask")))
+    return await asyncio.gather(*ask_each(member, path, wait_s))
+
+
+def ask_each(member: Member, path: bytes, wait_s: float = 0.0) -> list[Coroutine[Any, Any, Answer | None]]:
+    """The same, one by one."""
+    return [_ask(name, path, wait_s) for name in member.siblings("ask")]
 
 
 async def _ask(name: bytes, path: bytes, wait_s: float) -> Answer | None:

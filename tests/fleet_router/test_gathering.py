@@ -9,10 +9,15 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-from fleet_router.gathering import gathered
+from fleet_router.config import HoldBounds
+from fleet_router.gathering import gathered, held_by_all
+from fleet_router.holding import Holding
+from fleet_router.listening import wait_of
 from fleet_router.members import Answer, Member, ask_all, serve
 from fleet_router.process import Router, Settings
+from fleet_wire.endpoints import AtZero
 from tests.fleet_router.rig import http, until
+from tests.fleet_router.test_holding import One
 
 FAMILY = secrets.token_hex(8)
 
@@ -74,6 +79,39 @@ def test_a_question_that_nobody_waits_for_is_hung_up(leaves: bool, loop: Callabl
         server.close()
 
     loop(go())
+
+
+@pytest.mark.parametrize(("here", "there"), [(0, 3), (2, 3), (2, 0)])
+def test_what_one_of_many_processes_holds_is_told_at_once(here: int, there: int):
+    """Of three processes one held a request: the operator heard of it when another had waited in vain, ten seconds later."""
+
+    async def go() -> None:
+        members = [Member.parse(f"{index}/3/{FAMILY}") for index in range(3)]
+        holding = Holding(at_zero=(AtZero(tier="t"),))
+
+        over = asyncio.Event()
+
+        async def waits(url: bytes) -> Answer:
+            if wait_of(url):
+                await over.wait()
+            return 200, b"0\n"
+
+        async def holds(url: bytes) -> Answer:
+            return (200, b"%d\n" % there) if there else await waits(url)
+
+        serving = [asyncio.create_task(serve(one, answer)) for one, answer in zip(members[1:], (waits, holds), strict=True)]
+        await asyncio.sleep(0)
+        asked = asyncio.create_task(held_by_all(members[0], holding, b"/held?wait_s=20"))
+        for number in range(here):
+            holding.hold(One(holding, number), 1, ("", ""), 0.0, HoldBounds())
+        assert await asyncio.wait_for(asked, 3.0) == (200, b"%d\n" % (here + there))
+        over.set()
+        await asyncio.sleep(0.01)
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+
+    asyncio.run(go())
 
 
 @pytest.mark.parametrize("query", ["", "?limit=5", "?id=nobody"])
