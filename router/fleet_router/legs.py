@@ -359,6 +359,9 @@ class ResumedLeg(DecodeLeg):
             self._flow.model_missing(self._worker)
         elif b"KvTransferError" in self._answer:
             self._flow.transfer_failed(self._worker)
+        elif refuses(self._held):  # somebody else may take it
+            self._flow.end_leg()
+            self._flow.leg_failed(self._worker, f"decode answered {self._held}", blamed=False)
         else:
             self._flow.decode_failed(self._worker, f"decode answered {self._held}" if self._held else "the stream ended early")
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fleet_router.follow.documents import Documents
+from tests.fleet_router.fake_worker import answer
 from tests.fleet_router.fake_worker import stream as stream_of
 from tests.fleet_router.rig import CONFIG, Rig, ask, http, run, until
 from tests.fleet_router.test_returning import document
@@ -40,3 +41,34 @@ def test_who_has_half_an_answer_does_not_wait_for_a_tier_to_wake(parts: list[str
             assert rig.context.metrics.resumed == {"done": 1}
 
     run(go, prefill=0, decode=2)
+
+
+@pytest.mark.parametrize("status", [400, 429])
+def test_a_worker_that_refuses_the_rest_of_a_stream_has_not_failed(status: int):
+    """One that cannot take it (a revision with a shorter context, say) was blamed by each stream that a dead worker left behind,
+    and put out for it. 429 is of the worker itself."""
+
+    async def go(rig: Rig) -> None:
+        asked: list[str] = []
+
+        async def refuses(_: Any, writer: asyncio.StreamWriter) -> bool:
+            asked.append("second")
+            answer(writer, status, {"error": {"message": "too long", "type": "BadRequestError"}})
+            return True
+
+        async def breaks(_: Any, writer: asyncio.StreamWriter) -> bool:
+            asked.append("first")
+            for worker in rig.decode:
+                worker.behave = refuses
+            await stream_of(writer, ["a"], end=False, gap_s=0.01)
+            writer.close()
+            return True
+
+        for worker in rig.decode:
+            worker.behave = breaks
+        _, got = await rig.post(ask(prompt="p", stream=True, temperature=0))
+        assert (b'"error"' in got, b"[DONE]" in got, rig.context.metrics.resumed) == (True, False, {"refused": 1})
+        blamed = sum(worker.breaker.failures for worker in rig.context.table.by_role["decode"])
+        assert (asked[:2], blamed) == (["first", "second"], 1 if status == 400 else len(asked))
+
+    run(go, prefill=0, decode=3)
