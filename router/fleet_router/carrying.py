@@ -60,8 +60,9 @@ class Carrying(Measuring):
         """Whom the rest is not asked of. Workers that failed before are asked again when nobody else is left: a container that
         started anew keeps its pod's uid. Not those that were told to give this request's KV back: that message goes by
         its name, and could come later than another leg of that name, and end it."""
-        tried = self._excluded | {failed.uid}
-        return tried if isinstance(self._pick(tried), Choice) else self._barred | {failed.uid}
+        uid = self._uid_of(failed)
+        tried = self._excluded | uid
+        return tried if isinstance(self._pick(tried), Choice) else self._barred | uid
 
     def begins_anew(self) -> bool:
         """The client has a stream's head, and no more: whoever answers it now may say anything."""
@@ -245,6 +246,10 @@ class Carrying(Measuring):
     @abstractmethod
     def _may_retry(self, *, free: bool) -> bool:
         """One more attempt; `free`: nothing ran in the one before."""
+
+    @abstractmethod
+    def _uid_of(self, worker: Worker) -> frozenset[str]:
+        """Of one that failed, so that it is not asked again."""
 
     @abstractmethod
     def _count_prompt(self, said: Said, start: Start, why: str) -> None:

@@ -290,7 +290,7 @@ class Flow(Hedging):
             self._refuse(RequestError(503, f"{worker.endpoint.name}: {why}; no retry is left", code="no_retry_left"))
             return
         if others or not prefill:
-            self._excluded = self._excluded | {worker.uid}
+            self._excluded = self._excluded | self._uid_of(worker)
         self.begin()
 
     def _nothing_told(self) -> bool:
@@ -371,6 +371,10 @@ class Flow(Hedging):
         whole = self._comes_whole() or thinks_unseen(self._ask)
         return Waits(worker.uid, self.sent_at, max(heard_at, self.sent_at), whole)
 
+    def sent_to(self, leg: Waits) -> Worker | None:
+        """Who has this leg: another one may have the worker's uid meanwhile, at another place."""
+        return self._leg_worker if self._hedge is None or not leg.second else self._hedge.worker
+
     def _comes_whole(self) -> bool:
         """Nothing is heard of this leg before its end, and its end is not near: a prefill's is. Prefill workers decode, too, when
         the others are full."""
@@ -393,7 +397,7 @@ class Flow(Hedging):
         if self._hedge is not None and self._goes_on_elsewhere():
             return
         self._context.metrics.retries += 1
-        self._excluded = self._excluded | {worker.uid}
+        self._excluded = self._excluded | self._uid_of(worker)
         self.begin()
 
     # -- ends from outside ------------------------------------------------------------------------------------------

@@ -40,6 +40,11 @@ class Retrying(Awaiting):
             if not tier or other.group[0] == tier
         )
 
+    def _uid_of(self, worker: Worker) -> frozenset[str]:
+        """Of one that failed, so that it is not asked again: but who has its uid at another place has not."""
+        here = self._context.table.workers.get(worker.uid)
+        return frozenset((worker.uid,)) if here is None or here is worker else frozenset()
+
     def _failure(self, worker: Worker, why: str, *, gone: bool) -> RequestError:
         """What a client is told when decoding failed for good."""
         if gone:

@@ -49,6 +49,7 @@ def not_there(context: Context, connections: Iterable[Connection], worker: Worke
     flows = _waiting(connections)
     heard = max([worker.heard_at, *(leg.heard_at for _, leg in flows if leg.worker == worker.uid and leg.heard_at > leg.sent_at)])
     if heard < asked_at and context.table.workers.get(worker.uid) is worker:
+        _put_out(worker, now)
         _leave_alone(context, {worker.uid}, flows, now)
 
 
@@ -65,12 +66,11 @@ def _waiting(connections: Iterable[Connection]) -> list[tuple[Flow, Waits]]:
 
 
 def _leave_alone(context: Context, found: set[str], flows: list[tuple[Flow, Waits]], now: float) -> None:
-    workers = context.table.workers
-    for uid in found:
-        if workers[uid].breaker.allows(now, 0):
-            workers[uid].put_out(now)
     for flow, leg in flows:
         if leg.worker in found and now - leg.heard_at > context.config.silent_s:
+            worker = context.table.workers[leg.worker]
+            if worker is flow.sent_to(leg):
+                _put_out(worker, now)
             try:
                 if leg.second:
                     flow.hedge_failed(SILENT)
@@ -78,6 +78,11 @@ def _leave_alone(context: Context, found: set[str], flows: list[tuple[Flow, Wait
                     flow.silent()
             except Exception as error:
                 context.desk.faults.end(error, flow.cut, flow.record.request_id)
+
+
+def _put_out(worker: Worker, now: float) -> None:
+    if worker.breaker.allows(now, 0):
+        worker.put_out(now)
 
 
 class Returns:

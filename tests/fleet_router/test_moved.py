@@ -13,6 +13,7 @@ from fleet_router.follow.documents import Documents
 from fleet_router.knowledge import NOT_KNOWN, Counted
 from fleet_router.metrics import COMPILED
 from fleet_router.process import Router
+from fleet_router.watching import watch
 from fleet_wire.endpoints import Endpoint, Endpoints
 from tests.fleet_router.fake_worker import stream
 from tests.fleet_router.rig import CONFIG, LONG, Rig, answer_of, ask, http, run, until
@@ -21,6 +22,11 @@ from tests.fleet_router.test_hedging import HEDGED, Stalls, with_stalls
 
 def told(rig: Rig, *workers: Endpoint) -> None:
     rig.router.apply(Documents(CONFIG, Endpoints(fleet="f", namespace="n", workers=workers)))
+
+
+async def hangs(*_: Any) -> bool:
+    await asyncio.sleep(30)
+    return True
 
 
 def known(rig: Rig) -> Endpoint:
@@ -80,6 +86,63 @@ def test_what_is_answered_at_the_old_address_is_not_cached_at_the_new_one():
         writer.write(http(ask()))
         assert (await answer_of(reader))[0] == 200
         assert index.entries > 0
+
+    run(go, prefill=0, decode=2)
+
+
+@pytest.mark.parametrize("sent", [[], ["a"]])
+def test_what_broke_at_the_old_address_is_asked_at_the_new_one(sent: list[str]):
+    """The only worker had moved: its pod was there, and what had been under way was told that nobody is."""
+
+    async def go(rig: Rig) -> None:
+        (old, new), one, goes_on = rig.decode, known(rig), asyncio.Event()
+
+        async def breaks(_: Any, writer: asyncio.StreamWriter) -> bool:
+            if sent:
+                await stream(writer, sent, end=False)
+            await goes_on.wait()
+            writer.close()
+            return True
+
+        async def says_all(_: Any, writer: asyncio.StreamWriter) -> bool:
+            await stream(writer, ["a", "b"])
+            return True
+
+        old.behave, new.behave = breaks, says_all
+        told(rig, one)
+        reader, writer, _ = await rig.connect()
+        writer.write(http(ask(prompt="short", stream=True, temperature=0)))
+        await until(lambda: bool(old.seen))
+        if sent:
+            await reader.readuntil(b'"a"')
+        told(rig, msgspec.structs.replace(one, http_port=new.port))
+        goes_on.set()
+        async with asyncio.timeout(3):
+            assert b'"b"' in await reader.readuntil(b"data: [DONE]\n\n")
+        assert len(new.seen) == 1
+
+    run(go, prefill=0, decode=2)
+
+
+def test_who_is_silent_at_the_old_address_is_not_put_out_at_the_new_one():
+    """What was sent to a pod whose sandbox is gone waits in vain: the pod, back at another address, was put out for that."""
+
+    async def go(rig: Rig) -> None:
+        (old, new), one = rig.decode, known(rig)
+        old.behave = hangs
+        told(rig, one)
+        reader, writer, _ = await rig.connect()
+        writer.write(http(ask(prompt="short")))
+        reader2, writer2, _ = await rig.connect()
+        writer2.write(http(ask(prompt="short", stream=True)))
+        await until(lambda: len(old.seen) == 2)
+        told(rig, msgspec.structs.replace(one, http_port=new.port))
+        watch(rig.context, rig.connections, rig.context.clock() + CONFIG.silent_s + 1)
+        (worker,) = rig.context.table.by_role["decode"]
+        assert (worker.breaker.closed, rig.context.table.trouble.ejections) == (True, 0)
+        async with asyncio.timeout(3):  # both were asked there
+            assert (await answer_of(reader))[0] == 200
+            assert b"[DONE]" in await reader2.readuntil(b"0\r\n\r\n")
 
     run(go, prefill=0, decode=2)
 
