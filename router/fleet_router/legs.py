@@ -81,8 +81,8 @@ class PrefillLeg:
             self._flow.refuse_with(self._status, self._headers, bytes(self._answer))
         else:
             self._failed = True
-            self._flow.end_leg()
-            self._flow.leg_failed(self._worker, f"prefill answered {self._status}")
+            self._flow.end_leg()  # the rest of a stream may be refused, and somebody else may take it
+            self._flow.leg_failed(self._worker, f"prefill answered {self._status}", blamed=not refuses(self._status))
 
     def on_surplus(self) -> None:
         if not self._failed:

@@ -72,3 +72,27 @@ def test_a_worker_that_refuses_the_rest_of_a_stream_has_not_failed(status: int):
         assert (asked[:2], blamed) == (["first", "second"], 1 if status == 400 else len(asked))
 
     run(go, prefill=0, decode=3)
+
+
+def test_a_prefill_worker_that_refuses_the_rest_of_a_stream_has_not_failed_either():
+    async def go(rig: Rig) -> None:
+        async def refuses(_: Any, writer: asyncio.StreamWriter) -> bool:
+            answer(writer, 400, {"error": {"message": "too long", "type": "BadRequestError"}})
+            return True
+
+        async def breaks(_: Any, writer: asyncio.StreamWriter) -> bool:
+            rig.prefill[0].behave = refuses
+            for worker in rig.decode:
+                worker.behave = None
+            await stream_of(writer, ["a"], end=False, gap_s=0.01)
+            writer.close()
+            return True
+
+        for worker in rig.decode:
+            worker.behave = breaks
+        await rig.post(ask(stream=True, temperature=0))
+        assert len(rig.prefill[0].seen) == 2
+        (prefill,) = rig.context.table.by_role["prefill"]
+        assert prefill.breaker.failures == 0
+
+    run(go, prefill=1, decode=2)
