@@ -104,7 +104,8 @@ class Answering(Metering):
         self._leg_worker: Worker | None = None
         self._lease: tuple[Worker, str] | None = None
         self._keys: list[int] = []
-        self._handed_over = self._giver = ""
+        self._handed_over = ""
+        self._giver: Worker | None = None
         """Tier of the decode leg when another worker prefilled the prompt, and that worker while the KV is its own."""
         self._served = NOBODY
         self.hints = hints.prefilled_locally() if ask.alone else hints
@@ -113,9 +114,8 @@ class Answering(Metering):
         """What was expected of the legs; None before the first and after the last."""
         self._counted: Counted | None = None
         """The prompt as blocks; None: not asked yet."""
-        self._first = True
-        self._held = False
-        """It waits for workers."""
+        self._first, self._held = True, False
+        """Nothing of the body has come; it waits for workers."""
         self._due: tuple[float, float] | None = None
         """Of one that waits, or waited, for a worker that comes back: until when it does, and when its first byte is due."""
         self._head_bytes = self._half = b""
@@ -210,8 +210,8 @@ class Answering(Metering):
             context.metrics.handed_over[self._handed_over] += 1
         if worker is None:
             return
-        if self._giver and context.table.pairs.breakers:
-            context.table.transferred(self._giver, worker.uid, self.sent_at)
+        if self._giver is not None and context.table.pairs.breakers:
+            context.table.transferred(self._giver, worker, self.sent_at)
         if context.table.workers.get(worker.uid) is worker:  # one of its uid may be at another place, with a cache of its own
             context.table.routing.index.add(self._keys, worker.uid)  # now it holds the prompt's KV
             if self._counted is not None and context.knowledge is not None:

@@ -239,8 +239,8 @@ class Carrying(Measuring):
         not read: the pair may be to blame, as behind a 5xx, and its lease is still to be given back."""
         if self.done:
             return
-        if self._first and self._giver and self._leg_worker is not None:
-            self._context.table.transfer_failed(self._giver, self._leg_worker.uid, self._context.clock())
+        if self._first and self._giver is not None and self._leg_worker is not None:
+            self._context.table.transfer_failed(self._giver, self._leg_worker, self._context.clock())
         self._fault(broke_off_with(words))
 
     @abstractmethod

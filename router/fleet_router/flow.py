@@ -81,7 +81,7 @@ class Flow(Hedging):
         prefill = context.table.workers[found.prefill] if found.prefill is not None else None
         context.recorder.decided(self.record, now, found, prefill, decode)
         self._keys = [] if self._ask.alone else keys
-        self._handed_over = self._giver = ""
+        self._handed_over, self._giver = "", None
         self._served = context.metrics.of(decode.endpoint.tier, decode.endpoint.revision)
         self._served.requests += 1
         if prefill is None or found.prefill is None:
@@ -208,7 +208,7 @@ class Flow(Hedging):
             return False
         self._context.metrics.resends += 1
         self.end_leg()
-        if self._giver and self._lease is None and isinstance(leg, DecodeLeg) and not isinstance(leg, TokenizeLeg):
+        if self._giver is not None and self._lease is None and isinstance(leg, DecodeLeg) and not isinstance(leg, TokenizeLeg):
             self._prefill_locally()  # its KV is given to one reader, without proof of ours: who had this may have been the one
             self.begin()
             return True
@@ -256,7 +256,7 @@ class Flow(Hedging):
             self._prefill_locally()
             self.begin()
             return
-        self._giver = prefill.uid
+        self._giver = prefill
         self._handed_over = decode.endpoint.tier  # also without a reference: an engine that gives none is what must be noticed
         self._send_decode(decode, reference)
 
@@ -333,8 +333,8 @@ class Flow(Hedging):
     def decode_failed(self, worker: Worker, why: str) -> None:
         """A 5xx of the decode leg. With KV from elsewhere the pair may be to blame: it is put out before the worker is."""
         self.end_leg()
-        if self._giver:
-            self._context.table.transfer_failed(self._giver, worker.uid, self._context.clock())
+        if self._giver is not None:
+            self._context.table.transfer_failed(self._giver, worker, self._context.clock())
         self.leg_failed(worker, why)
 
     def transfer_failed(self, worker: Worker) -> None:
@@ -342,7 +342,8 @@ class Flow(Hedging):
         self.end_leg()
         self._release_lease()
         now = self._context.clock()
-        self._context.table.transfer_failed(self._giver, worker.uid, now)
+        if self._giver is not None:
+            self._context.table.transfer_failed(self._giver, worker, now)
         self.record.went_wrong(now, "the KV transfer failed")
         self._context.metrics.of(worker.endpoint.tier, worker.endpoint.revision).errors += 1
         if self._local or not self._may_retry(free=False):

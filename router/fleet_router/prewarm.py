@@ -121,7 +121,7 @@ class Prewarm:
         elif outcome == "done":
             table.pairs.succeeded(*pair, now)
         elif outcome == "failed":
-            table.transfer_failed(*pair, now)
+            table.transfer_failed(prefill, decode, now)
         if outcome != "done":
             self._say("prewarm", prefill=prefill.endpoint.name, decode=decode.endpoint.name, outcome=outcome)
         self.step(now)

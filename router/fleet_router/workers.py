@@ -217,7 +217,7 @@ class WorkerTable:
         for worker in self.workers.values():
             worker.slots = config.worker_slots
         self.routing.update(list(self.workers.values()), now, config.slow_start_s)
-        self.pairs.keep(frozenset(self.workers))
+        self.pairs.keep(frozenset(stays))  # who has just joined has none
         for role, ring in self.rings.items():
             self.by_role[role] = [worker for worker in self.workers.values() if worker.role == role]
             self.rings[role] = Ring([worker.uid for worker in self.by_role[role]], ring)
@@ -335,19 +335,22 @@ class WorkerTable:
         ask.seen = []
         return self.routing.decide(ask.without_prefill(), steps, tier=tier, usable=usable)
 
-    def transferred(self, prefill: str, decode: str, sent_at: float) -> None:
-        """KV moved between these two. One of them may have left since it was asked for: nothing is counted of it any more."""
-        if prefill in self.workers and decode in self.workers:
-            self.pairs.succeeded(prefill, decode, sent_at)
+    def transferred(self, prefill: Worker, decode: Worker, sent_at: float) -> None:
+        """KV moved between these two. One of them may have left since it was asked for, or have moved: nothing is counted of it
+        any more."""
+        if self._has(prefill) and self._has(decode):
+            self.pairs.succeeded(prefill.uid, decode.uid, sent_at)
 
-    def transfer_failed(self, prefill: str, decode: str, now: float) -> None:
+    def transfer_failed(self, prefill: Worker, decode: Worker, now: float) -> None:
         """KV did not move between these two."""
-        worker, partner = self.workers.get(prefill), self.workers.get(decode)
-        if worker is None or partner is None or not self.pairs.failed(prefill, decode, now):
+        if not (self._has(prefill) and self._has(decode) and self.pairs.failed(prefill.uid, decode.uid, now)):
             return
-        decodes = sum(other.group == worker.group for other in self.by_role["decode"])
-        if worker.breaker.allows(now, 0) and self.pairs.condemns(prefill, decodes, now):
-            worker.put_out(now)
+        decodes = sum(other.group == prefill.group for other in self.by_role["decode"])
+        if prefill.breaker.allows(now, 0) and self.pairs.condemns(prefill.uid, decodes, now):
+            prefill.put_out(now)
+
+    def _has(self, worker: Worker) -> bool:
+        return self.workers.get(worker.uid) is worker
 
     def depart(self, choice: Choice, now: float, ask: Ask, decide: Decide, keys: Sequence[int], told: bool) -> Trip | None:
         """The first leg is sent; see `Routing.depart`. None for policies that learn nothing. Of several answers that one worker

@@ -10,10 +10,12 @@ import pytest
 
 from fleet_router.ask import Hints
 from fleet_router.follow.documents import Documents
+from fleet_router.health.breaker import PAIR_FAILURES_MOST
 from fleet_router.knowledge import NOT_KNOWN, Counted
 from fleet_router.metrics import COMPILED
 from fleet_router.process import Router
 from fleet_router.watching import watch
+from fleet_router.workers import Worker, WorkerTable
 from fleet_wire.endpoints import Endpoint, Endpoints
 from tests.fleet_router.fake_worker import stream
 from tests.fleet_router.rig import CONFIG, LONG, Rig, answer_of, ask, http, run, until
@@ -88,6 +90,32 @@ def test_what_is_answered_at_the_old_address_is_not_cached_at_the_new_one():
         assert index.entries > 0
 
     run(go, prefill=0, decode=2)
+
+
+def test_kv_that_did_not_move_to_the_old_address_says_nothing_of_the_new_one():
+    """The pair was put out where it had just begun, and with two such pairs its prefill worker."""
+    table = WorkerTable()
+    said: dict[str, Any] = {"address": "127.0.0.1", "agent_port": 2, "tier": "t", "revision": "r", "compat": "c"}
+    one, two = (
+        Endpoint(name=role, uid=role, role=role, http_port=port, **said) for role, port in (("prefill", 3), ("decode", 4))
+    )
+    moved = msgspec.structs.replace(two, http_port=5)
+
+    def follow(decode: Endpoint) -> tuple[Worker, Worker]:
+        table.update(Endpoints(fleet="f", namespace="n", workers=(one, decode)))
+        return table.workers["prefill"], table.workers["decode"]
+
+    prefill, old = follow(two)
+    for _ in range(PAIR_FAILURES_MOST):
+        table.transfer_failed(prefill, old, 0.0)
+    assert table.pairs.blocks("prefill", "decode", 0.1)
+    _, new = follow(moved)
+    assert not table.pairs.blocks("prefill", "decode", 0.1)
+    for _ in range(PAIR_FAILURES_MOST):  # of what was under way
+        table.transfer_failed(prefill, old, 0.0)
+    assert not table.pairs.breakers
+    table.transfer_failed(prefill, new, 0.0)
+    assert table.pairs.breakers
 
 
 @pytest.mark.parametrize("sent", [[], ["a"]])

@@ -121,8 +121,8 @@ class Picked(Flow):
                 self._taken(worker)
             return
         if worker is not None:
-            if self._giver and status >= FAILED:
-                self._context.table.transfer_failed(self._giver, worker.uid, now)
+            if self._giver is not None and status >= FAILED:
+                self._context.table.transfer_failed(self._giver, worker, now)
             self._blame(worker, f"decode answered {status}")
         self._begin_told(status)
         self.end_leg()  # the end of such an answer forgives its worker nothing
