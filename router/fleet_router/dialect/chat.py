@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from fleet_router.errors import RequestError
+from fleet_router.health.inband import WORDLESS
 from fleet_wire.unreadable import UNREADABLE
 
 MOST_EVENT_BYTES: Final = 1024 * 1024
@@ -179,12 +180,12 @@ class Events:
 def _told(event: bytes) -> bytes:
     """Its payload; of an event that only its name says to be an error, one that says so itself."""
     payload = payload_of(event)
-    if not payload or event.find(b"event:") < 0 or _NAMED_ERROR.search(event) is None:
+    if event.find(b"event:") < 0 or _NAMED_ERROR.search(event) is None:
         return payload
     try:
         told = msgspec.json.decode(payload)
     except UNREADABLE:
-        return msgspec.json.encode({"error": payload.decode(errors="replace")})
+        return msgspec.json.encode({"error": payload.decode(errors="replace") or WORDLESS})
     if isinstance(told, dict) and (told.get("error") or told.get("object") == "error"):
         return payload
     return msgspec.json.encode({"error": msgspec.Raw(payload)})

@@ -28,6 +28,8 @@ SHAPES = {
     "event": b"event: error\ndata: " + SAID + b"\n\n",
     "name": b'event: error\ndata: {"message": "EngineCore died.", "code": 500}\n\n',
     "name and text": b"id: 1\nevent:error\ndata: EngineCore died.\n\n",
+    "name alone": b"event: error\n\n",
+    "no words": b"event: error\ndata:\n\n",
 }
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
