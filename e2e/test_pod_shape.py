@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,13 @@ import httpx
 import pytest
 import yaml
 
+from e2e.dry_run import SAFE, asked, fresh, tried
 from e2e.kube.controlplane import ControlPlane
 from fleet_operator.cluster.interface import CLAIM_TEMPLATE
 from fleet_operator.cluster.kinds import POD_GROUP_KINDS, kind_of
 from tests.fleet_operator.test_conversions import FILES, load, rendered
 from tests.fleet_operator.test_golden import GOLDEN
 
-NAMESPACE = "ml"
-SAFE = "ml-restricted"
-RESTRICTED = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")}
 CONTROL = re.compile(r"(?:^|\), )([a-zA-Z !=]+?) \(")
 """Each thing that the standard's verdict names is followed by its details."""
 FILES_OF_NODES, RDMA, HOST = {"restricted volume types"}, {"unrestricted capabilities"}, {"host namespaces", "hostPort"}
@@ -36,47 +33,12 @@ NOT_SERVED = set(POD_GROUP_KINDS.values())
 """Not by this server: Kubernetes' own PodGroup is alpha (`test_gang_scheduling.py` has a server with it), those of
 scheduler-plugins and Volcano come with their add-ons, which no test here has."""
 pytestmark = pytest.mark.smoke
-"""Objects that a user's template names must exist for a pod to be admitted."""
-NAMED: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}),
-    ("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SAFE, "labels": RESTRICTED}}),
-    *(
-        (
-            f"/api/v1/namespaces/{where}/serviceaccounts",
-            {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}},
-        )
-        for where in (NAMESPACE, SAFE)
-        for name in ("default", "puller", "deepseek-r1")
-    ),
-    (
-        "/apis/scheduling.k8s.io/v1/priorityclasses",
-        {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "high"}, "value": 1000},
-    ),
-    (
-        "/apis/node.k8s.io/v1/runtimeclasses",
-        {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "nvidia"}, "handler": "nvidia"},
-    ),
-)
 
 
 @pytest.fixture(scope="module")
 def api(control_plane: ControlPlane) -> Iterator[httpx.Client]:
-    token = yaml.safe_load(control_plane.kubeconfig.read_text())["users"][0]["user"]["token"]
-    trust = ssl.create_default_context(cafile=str(control_plane.ca_file))
-    headers = {"Authorization": f"Bearer {token}"}
-    with httpx.Client(base_url=control_plane.url, verify=trust, headers=headers, timeout=30) as client:
-        for path, body in NAMED:
-            answer = client.post(path, json=body)
-            assert answer.status_code in (201, 409), answer.text
+    with asked(control_plane) as client:
         yield client
-
-
-def tried(api: httpx.Client, obj: dict[str, Any]) -> httpx.Response:
-    """A server-side dry run, unknown fields refused."""
-    kind = kind_of(obj)
-    group = f"/api/{kind.api_version}" if "/" not in kind.api_version else f"/apis/{kind.api_version}"
-    path = f"{group}/namespaces/{obj['metadata'].get('namespace', NAMESPACE)}/{kind.plural}"
-    return api.post(path, json=obj, params={"dryRun": "All", "fieldValidation": "Strict"})
 
 
 def refused(api: httpx.Client, objects: list[dict[str, Any]]) -> dict[str, str]:
@@ -116,18 +78,7 @@ def test_s4_a_restricted_namespace_takes_all_but_what_users_asked_for(api: httpx
 def test_the_server_takes_the_pods_of_every_conversion(api: httpx.Client, path: Path):
     fleet = load(path)["fleet"]
     pods, claims = rendered(fleet)
-    assert refused(api, [fleet, *(_fresh(obj) for obj in (*pods, *claims))]) == {}
-
-
-def _fresh(obj: dict[str, Any]) -> dict[str, Any]:
-    """Without what the store added."""
-    kept = {
-        key: obj["metadata"][key]
-        for key in ("name", "namespace", "labels", "annotations", "ownerReferences")
-        if key in obj["metadata"]
-    }
-    spec = {key: value for key, value in obj["spec"].items() if key != "nodeName"}
-    return {"apiVersion": obj["apiVersion"], "kind": obj["kind"], "metadata": kept, "spec": spec}
+    assert refused(api, [fleet, *(fresh(obj) for obj in (*pods, *claims))]) == {}
 
 
 def test_claims_are_of_the_version_that_is_served(api: httpx.Client):

@@ -79,17 +79,26 @@ def metadata_findings(metadata: Mapping[str, Any]) -> Iterator[Finding]:
         )
     for name, value in (metadata.get("labels") or {}).items():
         yield from key_findings("metadata.labels", name)
-        if len(value) > _LABEL_MOST or not re.fullmatch(_LABEL_VALUE, value):
-            yield Finding(
-                "metadata.labels",
-                f"Invalid value: {quoted(value)}: a valid label must be an empty string or at most {_LABEL_MOST} alphanumeric "
-                "characters, '-', '_' or '.', and must start and end with an alphanumeric character",
-            )
-    annotations = metadata.get("annotations") or {}
+        yield from value_findings("metadata.labels", value)
+    yield from annotation_findings("metadata.annotations", metadata.get("annotations") or {})
+
+
+def annotation_findings(field: str, annotations: Mapping[str, str]) -> Iterator[Finding]:
+    """Problems of annotations: of keys in lower case, letter by letter as Go does it, and of their size."""
     for name in annotations:
-        yield from key_findings("metadata.annotations", name.lower())
+        yield from key_findings(field, "".join(letter.lower()[0] for letter in name))
     if sum(_bytes(name) + _bytes(value) for name, value in annotations.items()) > _ANNOTATIONS_MOST_BYTES:
-        yield Finding("metadata.annotations", f"Too long: may not be more than {_ANNOTATIONS_MOST_BYTES} bytes")
+        yield Finding(field, f"Too long: may not be more than {_ANNOTATIONS_MOST_BYTES} bytes")
+
+
+def value_findings(field: str, value: str) -> Iterator[Finding]:
+    """Problems of a label's value, and of what one is compared with."""
+    if len(value) > _LABEL_MOST or not re.fullmatch(_LABEL_VALUE, value):
+        yield Finding(
+            field,
+            f"Invalid value: {quoted(value)}: a valid label must be an empty string or at most {_LABEL_MOST} alphanumeric "
+            "characters, '-', '_' or '.', and must start and end with an alphanumeric character",
+        )
 
 
 def _bytes(text: str) -> int:

@@ -1,0 +1,65 @@
+"""A real API server's own judgement of what fleet_api/unmakeable.py says: it refuses a pod of every fleet that is refused for its
+pods, and takes all pods of the neighbours that are not.
+
+All of it is a dry run: nothing is stored, and no operator runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from e2e.dry_run import asked, fresh, tried
+from e2e.kube.controlplane import ControlPlane
+from fleet_api.compat import refusals
+from fleet_api.structure import normalised
+from fleet_api.validate import validate
+from tests.fleet_api.bad_manifests import GOOD_CHANGES, manifest
+from tests.fleet_api.unmakeable_rows import GOOD_ROWS, ROWS, UNPULLED, Changes
+from tests.fleet_operator.test_conversions import rendered
+from tests.fleet_operator.world import NAMESPACE
+
+TAKEN = [*GOOD_ROWS, *(changes for _, changes in GOOD_CHANGES), *(changes for changes, _ in UNPULLED)]
+
+
+@pytest.fixture(scope="module")
+def api(control_plane: ControlPlane) -> Iterator[httpx.Client]:
+    with asked(control_plane) as client:
+        yield client
+
+
+def answers(api: httpx.Client, changes: Changes, monkeypatch: pytest.MonkeyPatch) -> list[httpx.Response]:
+    """To all pods that the operator would make of the fleet, were it accepted."""
+    fleet: dict[str, Any] = manifest(changes)
+    fleet["metadata"]["namespace"] = NAMESPACE
+    assert validate(fleet) == []
+    monkeypatch.setattr("fleet_api.parse.refusals", lambda _: [])
+    pods, _ = rendered(fleet)
+    assert pods
+    return [tried(api, fresh(pod)) for pod in pods]
+
+
+@pytest.mark.parametrize(("changes", "words"), ROWS, ids=[f"{number}: {words}" for number, (_, words) in enumerate(ROWS)])
+def test_who_is_refused_here_is_refused_there(
+    api: httpx.Client,
+    changes: Changes,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    refused = [answer.json() for answer in answers(api, changes, monkeypatch) if answer.status_code != 201]
+    assert refused, f"the API server takes all pods of a fleet that is refused: {words}"
+    assert {answer["reason"] for answer in refused} == {"Invalid"}, refused[0]["message"]
+
+
+@pytest.mark.parametrize("changes", TAKEN)
+def test_who_is_not_refused_here_is_taken_there(
+    api: httpx.Client,
+    changes: Changes,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    assert (refusals(normalised(manifest(changes))) == []) == (changes not in [row for row, _ in UNPULLED])
+    refused = [answer.json()["message"] for answer in answers(api, changes, monkeypatch) if answer.status_code != 201]
+    assert refused == []
