@@ -1,7 +1,7 @@
 """A real API server's own judgement of what fleet_api/unmakeable.py says: it refuses a pod of every fleet that is refused for its
 pods, and takes all pods of the neighbours that are not.
 
-All of it is a dry run: nothing is stored, and no operator runs.
+All of it is a dry run: no pod is stored, and no operator runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fleet_api.compat import refusals
 from fleet_api.structure import normalised
 from fleet_api.validate import validate
 from tests.fleet_api.bad_manifests import GOOD_CHANGES, manifest
-from tests.fleet_api.unmakeable_rows import GOOD_ROWS, ROWS, UNPULLED, Changes
+from tests.fleet_api.unmakeable_rows import GOOD_ROWS, ROWS, UNLIMITED, UNPULLED, Changes
 from tests.fleet_operator.test_conversions import rendered
 from tests.fleet_operator.world import NAMESPACE
 
@@ -31,15 +31,18 @@ def api(control_plane: ControlPlane) -> Iterator[httpx.Client]:
         yield client
 
 
-def answers(api: httpx.Client, changes: Changes, monkeypatch: pytest.MonkeyPatch) -> list[httpx.Response]:
+def answers(
+    api: httpx.Client, changes: Changes, monkeypatch: pytest.MonkeyPatch, namespace: str = NAMESPACE
+) -> list[httpx.Response]:
     """To all pods that the operator would make of the fleet, were it accepted."""
     fleet: dict[str, Any] = manifest(changes)
-    fleet["metadata"]["namespace"] = NAMESPACE
+    fleet["metadata"]["namespace"] = NAMESPACE  # the one that the stand-in of a cluster has
     assert validate(fleet) == []
     monkeypatch.setattr("fleet_api.parse.refusals", lambda _: [])
     pods, _ = rendered(fleet)
     assert pods
-    return [tried(api, fresh(pod)) for pod in pods]
+    mine = [fresh(pod) for pod in pods]
+    return [tried(api, {**pod, "metadata": {**pod["metadata"], "namespace": namespace}}) for pod in mine]
 
 
 @pytest.mark.parametrize(("changes", "words"), ROWS, ids=[f"{number}: {words}" for number, (_, words) in enumerate(ROWS)])
@@ -63,3 +66,17 @@ def test_who_is_not_refused_here_is_taken_there(
     assert (refusals(normalised(manifest(changes))) == []) == (changes not in [row for row, _ in UNPULLED])
     refused = [answer.json()["message"] for answer in answers(api, changes, monkeypatch) if answer.status_code != 201]
     assert refused == []
+
+
+def test_a_namespace_may_set_the_limit_that_a_fleet_leaves_out(
+    api: httpx.Client, control_plane: ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
+):
+    def taken() -> bool:
+        return all(answer.status_code == 201 for answer in answers(api, UNLIMITED, monkeypatch, namespace))
+
+    assert refusals(manifest(UNLIMITED)) == []
+    assert not taken()
+    range_of = {"limits": [{"type": "Container", "default": {"hugepages-2Mi": "2Mi"}}]}
+    body = {"apiVersion": "v1", "kind": "LimitRange", "metadata": {"name": "pages"}, "spec": range_of}
+    assert api.post(f"/api/v1/namespaces/{namespace}/limitranges", json=body).status_code == 201
+    control_plane.wait("pods with the LimitRange's limit", taken)

@@ -18,7 +18,7 @@ from fleet_api.arguments import Argument, of_role, parse_arguments, shortened
 from fleet_api.host import host_requests
 from fleet_api.quantities import Ratio, exact_quantity, parse_duration, parse_quantity, parse_ratio
 from fleet_api.structure import quoted
-from fleet_api.unmakeable import unmakeable, unmakeable_everywhere
+from fleet_api.unmakeable import unlimited, unmakeable, unmakeable_everywhere
 from fleet_api.v1alpha1.accelerator import CPU
 from fleet_api.v1alpha1.fabric import HOST_PORT_RANKS
 from fleet_api.v1alpha1.model import EngineSpec
@@ -83,7 +83,7 @@ def risks(manifest: Raw) -> list[str]:
     spec = manifest["spec"]
     found = [*_moving(spec), *_lengths(spec), *_long_rules(spec), *_switches(spec)]
     for index, tier in enumerate(spec["tiers"]):
-        found += [*_transfer(spec, tier, index), *_asymmetric(tier, index), *_unreachable(tier, index)]
+        found += [*_transfer(spec, tier, index), *_asymmetric(tier, index), *_unreachable(tier, index), *unlimited(spec, index)]
     return list(dict.fromkeys(found))
 
 

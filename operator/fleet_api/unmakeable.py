@@ -104,9 +104,20 @@ def _huge_pages(resources: Raw, field: str) -> Iterator[str]:
     for kind, amount in (("requests", asked), ("limits", most)):
         if amount is not None and parse_quantity(str(amount)) % HUGE_BYTES:
             yield f"{field}.{kind}.{HUGE}: Invalid value: {quoted(amount)}: must be a multiple of 2Mi: {NONE}"
-    if asked is None or (most is not None and exact_quantity(str(asked)) == exact_quantity(str(most))):
-        return
-    yield f"{field}.requests.{HUGE}: Invalid value: {quoted(asked)}: must be limits.{HUGE}, or left out: {NONE}"
+    if asked is not None and most is not None and exact_quantity(str(asked)) != exact_quantity(str(most)):
+        yield f"{field}.requests.{HUGE}: Invalid value: {quoted(asked)}: must be limits.{HUGE}, or left out: {NONE}"
+
+
+def unlimited(spec: Raw, index: int) -> Iterator[str]:
+    """Huge pages of a tier without a limit: what no API server takes by itself, but a namespace's LimitRange may set it."""
+    for role in ROLES:
+        resources = ((spec["tiers"][index].get(role) or {}).get("podTemplate") or {}).get("resources") or {}
+        asked, most = ((resources.get(kind) or {}).get(HUGE) for kind in ("requests", "limits"))
+        if asked is not None and most is None:
+            yield (
+                f"spec.tiers[{index}].{role}.podTemplate.resources.requests.{HUGE}: {asked} and no limit: {NONE} unless a "
+                f"LimitRange of the namespace sets the same one; say so in limits.{HUGE}"
+            )
 
 
 def _paths(template: Raw, field: str) -> Iterator[str]:

@@ -218,6 +218,8 @@ RISKS = [
     ("prefill beyond the ratio", roles({"maxReplicas": 9}, {"maxReplicas": 8}), "prefill.maxReplicas: 9 is never"),
     ("decode beyond the ratio", roles({"maxReplicas": 2}, {"maxReplicas": 9}), "decode.maxReplicas: 9 is never"),
     ("inside the ratio", roles({"maxReplicas": 2}, {"maxReplicas": 8}), ""),
+    ("huge pages without a limit", limited({}, {"hugepages-2Mi": 0}), "requests.hugepages-2Mi: 0 and no limit: no pod can be"),
+    ("huge pages", limited({"hugepages-2Mi": "2Mi"}, {"hugepages-2Mi": "2Mi"}), ""),
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from fleet_api.parse import ManifestError, parse_fleet
 from fleet_api.structure import normalised
 from fleet_api.validate import validate
 from tests.fleet_api.bad_manifests import GOOD_CHANGES, manifest
-from tests.fleet_api.unmakeable_rows import GOOD_ROWS, ROWS, UNPULLED, Changes
+from tests.fleet_api.unmakeable_rows import GOOD_ROWS, ROWS, UNLIMITED, UNPULLED, Changes
 
 NAMED = [*ROWS, *UNPULLED]
 
@@ -26,7 +26,7 @@ def test_a_fleet_whose_pods_nobody_would_take_is_refused(changes: Changes, words
         parse_fleet(spoiled)
 
 
-@pytest.mark.parametrize("changes", GOOD_ROWS)
+@pytest.mark.parametrize("changes", [*GOOD_ROWS, UNLIMITED])
 def test_what_kubernetes_takes_is_not(changes: Changes):
     found = manifest(changes)
     assert validate(found) == []

@@ -129,8 +129,6 @@ TEMPLATES: list[tuple[dict[str, Any], str]] = [
     *(({name: {key: ""}}, f"{AT}.{name}: Invalid value") for name in KEYS for key in ("a..b/c", "/b", f"{'a' * 254}/b", "é")),
     *(({name: {"A.b/c": ""}}, f'{AT}.{name}: Invalid value: "A.b/c"') for name in ("labels", "nodeSelector")),
     ({"annotations": {f"a{n}": "é" * 4096 for n in range(32)}}, f"{AT}.annotations: Too long: may not be more than 262144 bytes"),
-    (huge(requests="2Mi"), f'{AT}.resources.requests.{HUGE_PAGES}: "2Mi": must be limits.'),
-    (huge(requests=0), f"{AT}.resources.requests.{HUGE_PAGES}: 0: must be limits."),
     (huge("2Mi", "4Mi"), f"{AT}.resources.requests.{HUGE_PAGES}"),
     (huge(limits="3Mi"), f'{AT}.resources.limits.{HUGE_PAGES}: "3Mi": must be a multiple of 2Mi'),
     *((on_host(path), f"{AT}.volumes[0].hostPath.path: Invalid value") for path in ("/a/../b", "/..", "/a/..")),
@@ -184,6 +182,8 @@ ROWS: list[tuple[Changes, str]] = [
 """(changes, how the words about them begin)."""
 UNPULLED: list[tuple[Changes, str]] = [(image(name), "spec.engine.image: Invalid value") for name in ("a b", "a\tb", "w\x1c")]
 """Taken by the API server, refused here all the same: no kubelet can read such a name (InvalidImageName)."""
+UNLIMITED: Changes = ((DECODE, {"podTemplate": huge(requests="2Mi")}),)
+"""The other way round: refused by an API server, but not where a LimitRange sets the limit that is missing."""
 LONGEST = f"{'a' * 253}/{'b' * 63}"
 GOOD_KEYS = ("A", "A.b", "a_b", "1/1", "a.b/C", "a/b_c.d-E", LONGEST, "x" * 63)
 GOOD_TEMPLATES: list[dict[str, Any]] = [
