@@ -14,7 +14,7 @@ import pytest
 
 from e2e.dry_run import asked, fresh, tried
 from e2e.kube.controlplane import ControlPlane
-from fleet_api.compat import refusals
+from fleet_api.compat import refusals_applied
 from fleet_api.structure import normalised
 from fleet_api.validate import validate
 from tests.fleet_api.bad_manifests import GOOD_CHANGES, manifest
@@ -31,14 +31,11 @@ def api(control_plane: ControlPlane) -> Iterator[httpx.Client]:
         yield client
 
 
-def answers(
-    api: httpx.Client, changes: Changes, monkeypatch: pytest.MonkeyPatch, namespace: str = NAMESPACE
-) -> list[httpx.Response]:
-    """To all pods that the operator would make of the fleet, were it accepted."""
+def answers(api: httpx.Client, changes: Changes, namespace: str = NAMESPACE) -> list[httpx.Response]:
+    """To all pods that the operator would make of the fleet."""
     fleet: dict[str, Any] = manifest(changes)
     fleet["metadata"]["namespace"] = NAMESPACE  # the one that the stand-in of a cluster has
     assert validate(fleet) == []
-    monkeypatch.setattr("fleet_api.parse.refusals", lambda _: [])
     pods, _ = rendered(fleet)
     assert pods
     mine = [fresh(pod) for pod in pods]
@@ -50,9 +47,8 @@ def test_who_is_refused_here_is_refused_there(
     api: httpx.Client,
     changes: Changes,
     words: str,
-    monkeypatch: pytest.MonkeyPatch,
 ):
-    refused = [answer.json() for answer in answers(api, changes, monkeypatch) if answer.status_code != 201]
+    refused = [answer.json() for answer in answers(api, changes) if answer.status_code != 201]
     assert refused, f"the API server takes all pods of a fleet that is refused: {words}"
     assert {answer["reason"] for answer in refused} == {"Invalid"}, refused[0]["message"]
 
@@ -61,20 +57,17 @@ def test_who_is_refused_here_is_refused_there(
 def test_who_is_not_refused_here_is_taken_there(
     api: httpx.Client,
     changes: Changes,
-    monkeypatch: pytest.MonkeyPatch,
 ):
-    assert (refusals(normalised(manifest(changes))) == []) == (changes not in [row for row, _ in UNPULLED])
-    refused = [answer.json()["message"] for answer in answers(api, changes, monkeypatch) if answer.status_code != 201]
+    assert (refusals_applied(normalised(manifest(changes))) == []) == (changes not in [row for row, _ in UNPULLED])
+    refused = [answer.json()["message"] for answer in answers(api, changes) if answer.status_code != 201]
     assert refused == []
 
 
-def test_a_namespace_may_set_the_limit_that_a_fleet_leaves_out(
-    api: httpx.Client, control_plane: ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_namespace_may_set_the_limit_that_a_fleet_leaves_out(api: httpx.Client, control_plane: ControlPlane, namespace: str):
     def taken() -> bool:
-        return all(answer.status_code == 201 for answer in answers(api, UNLIMITED, monkeypatch, namespace))
+        return all(answer.status_code == 201 for answer in answers(api, UNLIMITED, namespace))
 
-    assert refusals(manifest(UNLIMITED)) == []
+    assert refusals_applied(manifest(UNLIMITED)) == []
     assert not taken()
     range_of = {"limits": [{"type": "Container", "default": {"hugepages-2Mi": "2Mi"}}]}
     body = {"apiVersion": "v1", "kind": "LimitRange", "metadata": {"name": "pages"}, "spec": range_of}

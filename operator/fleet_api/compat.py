@@ -67,15 +67,25 @@ DRAFTERS = ("eagle", "eagle3", "mtp", "deepseek_mtp", "draft_model")
 def refusals(manifest: Raw) -> list[str]:
     """Why a fleet that passed `validate` can still not serve, each with the field to blame; empty when it can."""
     spec = manifest["spec"]
-    found = [*_owned(spec), *unmakeable_everywhere(spec)]
+    found = [*_owned(spec)]
     for index in range(len(spec["tiers"])):
-        found += [*_host(spec, index), *unmakeable(spec, index)]
+        found += _host(spec, index)
     if _vllm(spec):
-        found += [*_shortened(spec), *_joined(spec)]
+        found += _shortened(spec)
         for index in range(len(spec["tiers"])):
             found += [*_unlike(spec, index), *_unlike_env(spec, index), *_drafters(spec, index), *_blocks(spec, index)]
             found += _spread(spec, index)
     return list(dict.fromkeys(found))
+
+
+def refusals_applied(manifest: Raw) -> list[str]:
+    """The same for who applies it, and why no pod of it would be made or start. Only there: of a fleet that was accepted before,
+    or past the webhook, an older revision may serve, which an operator that refuses the whole would no longer heal."""
+    spec = manifest["spec"]
+    found = [*refusals(manifest), *unmakeable_everywhere(spec)]
+    for index in range(len(spec["tiers"])):
+        found += unmakeable(spec, index)
+    return list(dict.fromkeys([*found, *(_joined(spec) if _vllm(spec) else ())]))
 
 
 def risks(manifest: Raw) -> list[str]:

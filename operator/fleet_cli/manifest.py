@@ -27,7 +27,7 @@ def read_manifest(path: str) -> dict[str, Any]:
 
 def check(manifest: dict[str, Any]) -> None:
     """InputError in the words of the API server (and of kubectl around them) when it would refuse the manifest."""
-    from fleet_api.compat import refusals
+    from fleet_api.compat import refusals_applied
     from fleet_api.structure import normalised, quoted
     from fleet_api.v1alpha1 import API_VERSION
     from fleet_api.validate import STRICT, refusal, validate
@@ -39,7 +39,7 @@ def check(manifest: dict[str, Any]) -> None:
     metadata = manifest.get("metadata")
     if isinstance(metadata, dict) and metadata.get("generateName") and not metadata.get("name"):
         raise InputError("metadata.generateName: a fleet that is applied needs metadata.name")
-    errors = validate(manifest) or refusals(normalised(manifest))
+    errors = validate(manifest) or refusals_applied(normalised(manifest))
     if not errors:
         return
     if errors[0].startswith(STRICT):

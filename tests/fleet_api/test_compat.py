@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fleet_api.arguments import parse_arguments
-from fleet_api.compat import OWNED, refusals, risks
+from fleet_api.compat import OWNED, refusals, refusals_applied, risks
 from fleet_api.parse import ManifestError, parse_fleet
 from fleet_api.validate import validate
 
@@ -58,8 +58,6 @@ BAD = [
     ("the beginning of a name", spec(args=["--seed=1", "--tensor-par", "4"]), "engine.args[1]: Forbidden: --tensor-par is short"),
     ("a name's letters and its value", roles({}, {"args": ["-dpl", "1"]}), "decode.args[0]: Forbidden: -dpl is short for"),
     # argparse: "unrecognized arguments", in every worker; what fields decide got past, too
-    ("name and value in one word", spec(args=["--seed=1", "--max-num-seqs 5"]), "engine.args[1]: Invalid value: "),
-    ("the same of a role", roles({}, {"args": ["--tensor-parallel-size 4"]}), "decode.args[0]: Invalid value"),
     # vLLM 0.32 (config/vllm.py, _post_init_kv_transfer_config) writes its own connector and kv_both over ours
     ("a cache beside the hand-off", spec(args=["--kv-offloading-size", "8"]), "takes the place of the one that hands KV over"),
     ("no metrics", spec(args=["--disable-log-stats"]), "nobody sees its load"),
@@ -152,10 +150,24 @@ def test_a_spec_that_cannot_serve_is_refused_with_the_cause(name: str, manifest:
     assert refused.value.errors == found
 
 
+@pytest.mark.parametrize(
+    ("manifest", "words"),
+    [
+        (spec(args=["--seed=1", "--max-num-seqs 5"]), "spec.engine.args[1]: Invalid value: "),
+        (roles({}, {"args": ["--tensor-parallel-size 4"]}), "spec.tiers[0].decode.args[0]: Invalid value: "),
+    ],
+)
+def test_name_and_value_in_one_word_are_refused_when_they_are_applied(manifest: dict[str, Any], words: str):
+    """Whoever runs already keeps its operator: its older revision may serve."""
+    (told,) = refusals_applied(manifest)
+    assert told.startswith(words)
+    parse_fleet(manifest)
+
+
 @pytest.mark.parametrize(("name", "manifest"), GOOD, ids=[row[0] for row in GOOD])
 def test_a_spec_that_serves_is_not(name: str, manifest: dict[str, Any]):
     assert validate(manifest) == []
-    assert refusals(manifest) == []
+    assert refusals_applied(manifest) == []
     parse_fleet(manifest)
 
 
@@ -226,7 +238,7 @@ RISKS = [
 @pytest.mark.parametrize(("name", "manifest", "words"), RISKS, ids=[row[0] for row in RISKS])
 def test_a_risk_is_told_and_nothing_else(name: str, manifest: dict[str, Any], words: str):
     assert validate(manifest) == []
-    assert refusals(manifest) == []
+    assert refusals_applied(manifest) == []
     found = risks(manifest)
     assert (len(found) == 1 and words in found[0]) if words else found == []
 

@@ -92,6 +92,9 @@ class ClientWire(Wire):
     def get_extra_info(self, _: str) -> None: ...
     def set_write_buffer_limits(self, high: int) -> None: ...
 
+    def can_write_eof(self) -> bool:
+        return True
+
     def close(self) -> None:
         self.closing = True
 

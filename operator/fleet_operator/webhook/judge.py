@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fleet_api.compat import refusals, risks
+from fleet_api.compat import refusals_applied, risks
 from fleet_api.parse import ManifestError, parse_fleet, parse_pool
 from fleet_api.structure import normalised
 from fleet_api.validate import refusal, validate
@@ -25,7 +25,7 @@ def judge_fleet(request: Request) -> Verdict:
     if request.operation not in ("CREATE", "UPDATE") or (request.old and _spec(request.old) == _spec(request.object)):
         return ALLOWED
     manifest = {**request.object, "kind": "InferenceFleet"}
-    errors = validate(manifest) or refusals(normalised(manifest))
+    errors = validate(manifest) or refusals_applied(normalised(manifest))
     if errors:
         return Verdict(False, refusal(manifest, errors))
     return Verdict(warnings=tuple([*risks(normalised(manifest)), *_removed(request)]))
