@@ -199,8 +199,8 @@ def test_what_is_not_understood_goes_on_as_it_is(read: bytes):
 
 
 def test_who_has_half_an_answer_and_gets_no_more_of_it_pays_for_what_came():
-    """It waited for a tier to wake, and who left meanwhile was taken for one that had waited since it came, and paid nothing: a long
-    stream's worker was gone with its tier. Now nobody waits with half an answer."""
+    """It waited for a tier to wake, and who left meanwhile was taken for one that had waited since it came, and paid nothing: a
+    long stream's worker was gone with its tier. Now nobody waits with half an answer."""
 
     async def go(rig: Rig) -> None:
         metered(rig)
