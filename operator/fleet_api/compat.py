@@ -59,6 +59,8 @@ ALIKE_ENV = {
 }
 BLOCK_ARGS = (*ALIKE, "block-size")
 """Arguments that decide what KV blocks hold and how long they are."""
+STAGED = "; KV of a device goes over tcp there, too: without RDMA UCX reads no other pod's GPU memory"
+"""Measured on an H100 (operator/README.md, "Without RDMA")."""
 SPLIT = ("tensor", "pipeline")
 """Sizes of parallelism that split KV over ranks."""
 DRAFTERS = ("eagle", "eagle3", "mtp", "deepseek_mtp", "draft_model")
@@ -293,7 +295,7 @@ def _transfer(spec: Raw, tier: Raw, index: int) -> Iterator[str]:
     if transfer.get("transport") == "shm":
         yield (
             f"spec.tiers[{index}].kvTransfer.transport: shm works only between workers of one node: pairs on two nodes cannot "
-            "hand KV over"
+            f"hand KV over{'' if tier['accelerator']['type'] == 'cpu' else STAGED}"
         )
     if transfer.get("transport") == "rdma" and not transfer.get("resource") and not transfer.get("via"):
         yield f"spec.tiers[{index}].kvTransfer: rdma without resource or via asks for no NIC: without one, KV travels over tcp"
