@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from fleet_router.admission.usage import BETWEEN
+from fleet_router.admission.usage import BETWEEN, chunks_are_events
 from fleet_router.answering import EVENT_END, OK
 from fleet_router.dialect.chat import DONE, UNENDED
 from fleet_router.ending import CHAT_PATH, END, framed, opened, unframed
@@ -173,9 +173,10 @@ class Carrying(Measuring):
             data = without_bom(self._half + data)
             if not data:
                 return
-            contents = opened(data) if self._splits else data
-            self._half = data if half_an_error(contents) and (one is None or not one.ended) else b""
-            if self._half:
+            self._half, whole = b"", self._splits and chunks_are_events(data)
+            contents = opened(data) if self._splits and not whole else data
+            if not whole and half_an_error(contents) and (one is None or not one.ended):
+                self._half = data
                 return
             if words := first_error(contents):
                 self.broke_off(words)

@@ -58,6 +58,12 @@ _ENDS: Final = b",}"
 BETWEEN: Final = re.compile(rb"\r\n[0-9a-fA-F]{1,8}(?:;[^\r\n]*)?\r\n")
 """Between two chunks of a body (RFC 9112, 7.1): proxies cut where they like."""
 _CRLF: Final = b"\r\n"
+CR: Final = 13
+LF: Final = 10
+NO_DIGIT: Final = 16
+_HEX_VALUES: Final = bytes(int(chr(c), 16) if chr(c) in "0123456789abcdefABCDEF" else NO_DIGIT for c in range(256))
+DIGITS_OF_A_CHUNK: Final = 8
+"""Of its size: no chunk of gigabytes."""
 _ENDS_EVENT: Final = b"\n\n\r\n"
 """Of a chunk that ends with an event as engines write it."""
 _ENDS_BODY: Final = b"\r\n0\r\n\r\n"
@@ -123,8 +129,32 @@ def cut_in_two(read: bytes) -> bool:
 
 def cut_anywhere(read: bytes) -> bool:
     """A chunk of this read ends elsewhere than behind an event, or its events end with CRLF."""
+    if chunks_are_events(read):
+        return False
     breaks = read.count(_CRLF)
     return breaks > 2 and _cut_elsewhere(read, 0, breaks)
+
+
+def chunks_are_events(read: bytes) -> bool:
+    """This read is whole chunks, each of which ends behind an event that ends with LF, as engines write them. From size to size:
+    to count what stands between costs ten times as much."""
+    at, end = 0, len(read)
+    while at < end:
+        size, begin, digits_end = 0, at, at + DIGITS_OF_A_CHUNK
+        digits_end = min(digits_end, end)
+        while at < digits_end and (digit := _HEX_VALUES[read[at]]) < NO_DIGIT:
+            size, at = size * 16 + digit, at + 1
+        behind = at + size + 4
+        if at == begin or behind > end or read[at] != CR or read[at + 1] != LF:
+            return False
+        if read[behind - 2] != CR or read[behind - 1] != LF:
+            return False
+        if size == 0:
+            return behind == end
+        if size < 2 or read[behind - 3] != LF or read[behind - 4] != LF:
+            return False
+        at = behind
+    return True
 
 
 def _cut_elsewhere(read: bytes, near: int, breaks: int) -> bool:

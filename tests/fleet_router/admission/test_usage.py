@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from typing import Any
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from fleet_router.admission.usage import (
     as_written,
+    chunks_are_events,
+    cut_anywhere,
     cut_in_two,
     estimated,
     only_text,
@@ -175,3 +178,38 @@ def test_the_size_of_a_chunk_is_no_number_of_tokens():
         chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
         cut_name = body.index(b'"usage"') < at < body.index(b'"usage"') + 7
         assert usage_in(chunks) == (None if cut_name else (12, 7))
+
+
+@pytest.mark.parametrize(
+    ("read", "whole"),
+    [
+        (_framed(WORD), True),
+        (_framed(WORD, WORD, b"data: [DONE]\n\n") + b"0\r\n\r\n", True),
+        (_framed(WORD) + b"0\r\n\r\n" + _framed(WORD), False),
+        (_framed(WORD)[:-1], False),
+        (_framed(WORD)[1:], False),
+        (_framed(WORD[:-1]), False),
+        (_framed(WORD.replace(b"\n", b"\r\n")), False),
+        (b"1\r\n\n\r\n", False),
+        (b"00000002\r\n\n\n\r\n", True),
+        (b"000000002\r\n\n\n\r\n", False),
+        (b"2;a=b\r\n\n\n\r\n", False),
+        (b"a" * 65_536, False),
+        (b"\r\n", False),
+        (b"", True),
+    ],
+)
+def test_chunks_that_are_events(read: bytes, whole: bool):
+    assert chunks_are_events(read) is whole
+
+
+@given(st.lists(st.binary(min_size=1, max_size=40), max_size=6), st.data())
+def test_what_goes_from_size_to_size_is_told_as_by_counting(events: list[bytes], data: st.DataObject):
+    """Wherever the walk says that all is whole, nothing is cut: what it saves is all that it changes."""
+    stream = b"".join(event.replace(b"\r", b"").replace(b"\n", b" ") + b"\n\n" for event in events)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=4)))
+    parts = [stream[a:b] for a, b in itertools.pairwise([0, *cuts, len(stream)]) if stream[a:b]]
+    read = _framed(*parts)
+    assert chunks_are_events(read) is all(part.endswith(b"\n\n") for part in parts)
+    if len(parts) > 1:
+        assert cut_anywhere(read) is not all(part.endswith(b"\n\n") for part in parts)
