@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from fleet_worker.__main__ import main
 from fleet_worker.agent.command import ucx_told
+from fleet_worker.agent.errors import ConfigError
 from fleet_worker.transfer.transport import has_nvidia_gpu, taken_by_nixl, ucx_environment
 
 AGENT = """
@@ -92,6 +96,24 @@ def test_what_ucx_is_told_without_being_asked(tmp_path: Path, pod: dict[str, str
     for name in devices:
         (tmp_path / name).touch()
     assert ucx_told(pod, tmp_path) == told
+
+
+def test_a_worker_gives_its_engine_such_a_list(monkeypatch: pytest.MonkeyPatch):
+    """vLLM's, too, which knows nothing of ours: it has the agent's environment."""
+
+    def ends(_: object) -> None:
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("fleet_worker.transfer.transport.has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr("fleet_worker.agent.identity.read_identity", ends)
+    monkeypatch.setattr(sys, "argv", ["fleet-worker"])
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main() == ConfigError("seen").exit_code
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert os.environ["UCX_TLS"] == "tcp,self,cuda_copy"
 
 
 def nixl_with_a_gpu_on_the_bus(bus: Path, allowed: str) -> subprocess.CompletedProcess[str]:
