@@ -14,6 +14,12 @@ from tests.fleet_router.rig import CONFIG, Rig, ask, http, run, until
 from tests.fleet_router.test_returning import document
 
 
+async def says_a_word_and_dies(writer: asyncio.StreamWriter) -> bool:
+    await stream_of(writer, ["a"], end=False, gap_s=0.01)
+    writer.close()
+    return True
+
+
 @pytest.mark.parametrize("parts", [[], ["a"]])
 def test_who_has_half_an_answer_does_not_wait_for_a_tier_to_wake(parts: list[str]):
     """Its client heard nothing for as long as a tier may take to wake. Who has a head alone waits as those without one do."""
@@ -60,9 +66,7 @@ def test_a_worker_that_refuses_the_rest_of_a_stream_has_not_failed(status: int):
             asked.append("first")
             for worker in rig.decode:
                 worker.behave = refuses
-            await stream_of(writer, ["a"], end=False, gap_s=0.01)
-            writer.close()
-            return True
+            return await says_a_word_and_dies(writer)
 
         for worker in rig.decode:
             worker.behave = breaks
@@ -84,9 +88,7 @@ def test_a_prefill_worker_that_refuses_the_rest_of_a_stream_has_not_failed_eithe
             rig.prefill[0].behave = refuses
             for worker in rig.decode:
                 worker.behave = None
-            await stream_of(writer, ["a"], end=False, gap_s=0.01)
-            writer.close()
-            return True
+            return await says_a_word_and_dies(writer)
 
         for worker in rig.decode:
             worker.behave = breaks
