@@ -13,6 +13,7 @@ from fleet_operator.pace import Pace
 from fleet_operator.pod_marks import MarksSeen
 from fleet_operator.pool_names import PoolFights
 from fleet_operator.refusals import Refusals
+from fleet_operator.render.revision import RevisionsSeen
 from fleet_operator.settled import Settled
 from fleet_planner.astray import doubtful
 from fleet_planner.ending import EndingMemory
@@ -56,6 +57,7 @@ class FleetState:
     known: KnownFleet | None = None
     restless: bool = False
     pods: PodsSeen = field(default_factory=dict)
+    stored: RevisionsSeen = field(default_factory=RevisionsSeen)
     marks: MarksSeen = field(default_factory=MarksSeen)
     fights: PoolFights = field(default_factory=PoolFights)
     published: Published = field(default_factory=Published)

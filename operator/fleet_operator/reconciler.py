@@ -63,7 +63,7 @@ from fleet_operator.putting import Live
 from fleet_operator.reading import Known, Reader, Sources, Telemetry
 from fleet_operator.recorder import Recorder, cost_of, present_status, ready_of
 from fleet_operator.render.prefetch import fetches_ahead
-from fleet_operator.render.revision import observe_revisions, template_of
+from fleet_operator.render.revision import template_of
 from fleet_operator.settings import Platform
 from fleet_operator.status_pace import StatusPace
 from fleet_operator.work_queue import Key, WorkQueue
@@ -346,10 +346,10 @@ class Reconciler:
 
     def _state_of(self, key: Key, raw: Object) -> FleetState:
         """What is kept of this fleet: nothing of another one of its name whose end nobody told."""
-        state = self._states.setdefault(key, FleetState())
-        if state.known is None or state.known.raw["metadata"]["uid"] == raw["metadata"]["uid"]:
-            return state
-        self._forget(key, state.known.raw["metadata"]["uid"])
+        if (state := self._states.get(key)) is not None:
+            if state.known is None or state.known.raw["metadata"]["uid"] == raw["metadata"]["uid"]:
+                return state
+            self._forget(key, state.known.raw["metadata"]["uid"])
         self._states[key] = fresh = FleetState()
         return fresh
 
@@ -413,7 +413,7 @@ class Reconciler:
         live = without_strangers(live, raw)
         if edited and not is_ending(raw):
             kept.add(await put_back(self._writer, edited))
-        stored = observe_revisions(obj for (kind, _), obj in live.items() if kind == "ControllerRevision")
+        stored = state.stored.look([obj for (kind, _), obj in live.items() if kind == "ControllerRevision"])
         wanted = state.known.revisions
         templates = {
             t.name: template_of(fleet, t, stored.get(t.name, {}), self._platform, wanted[t.name]) for t in fleet.spec.tiers

@@ -34,7 +34,7 @@ class Purse:
 
     def less(self, devices: int, price: Money, workers: int = 0) -> Purse:
         """After so many devices of this price, and so many workers."""
-        return self.after(devices, devices * price, workers)
+        return self.after(devices, FREE if self.per_hour is None else devices * price, workers)
 
     def after(self, devices: int, cost: Money, workers: int) -> Purse:
         """After so many devices that cost that much together, and so many workers."""
@@ -54,8 +54,7 @@ class Purse:
         words = []
         if self.gpus is not None and devices > (gpus := max(0, self.gpus)):
             words.append(f"need {devices} devices, scaling.budget.gpus leaves {gpus}")
-        cost = devices * price
-        if self.per_hour is not None and cost > (money := max(FREE, self.per_hour)):
+        if self.per_hour is not None and (cost := devices * price) > (money := max(FREE, self.per_hour)):
             words.append(
                 f"cost {said(cost)} an hour, scaling.budget.perHour leaves {said(money)}: {said(cost - money)} is missing"
             )

@@ -7,6 +7,7 @@ from typing import Any
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_operator.fleet_telling import Words
 from fleet_operator.observe import PodsSeen, Published, Surroundings, observe_pods, observe_published
+from fleet_operator.render.revision import RevisionsSeen, observe_revisions
 from fleet_operator.settled import Settled, digest_of
 from fleet_wire.endpoints import ENDPOINTS_KEY, Endpoint, Endpoints, encode
 
@@ -52,6 +53,21 @@ def test_a_pod_is_observed_again_when_it_or_what_is_around_it_changed():
     assert observe_pods([pod(phase="Failed")], Surroundings(), before)[0].phase == "Failed"
     assert observe_pods([], Surroundings(), before) == ()
     assert before == {}
+
+
+def template(revision: str, compat: str) -> dict[str, Any]:
+    labels = {"inferencefleet.io/revision": revision, "inferencefleet.io/tier": "t"}
+    data = {"compat": compat, "gpus": [1, 1], "nodes": [1, 1], "pods": {"prefill": {}, "decode": {}}}
+    return {"metadata": {"name": f"f-t-{revision}", "labels": labels}, "data": data}
+
+
+def test_stored_templates_are_read_again_when_one_came_went_or_is_another():
+    seen, one = RevisionsSeen(), template("r1", "c")
+    first = seen.look([one])
+    assert first == observe_revisions([one])
+    assert seen.look([one]) is first
+    for objects in ([one, template("r2", "c")], [template("r1", "d")], [], [one]):
+        assert seen.look(objects) == observe_revisions(objects)
 
 
 def test_a_status_is_dumped_again_only_where_it_says_something_else():

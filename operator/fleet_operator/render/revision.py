@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from operator import is_
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -42,6 +43,7 @@ STARTED_ANEW: Final = MappingProxyType({"torch": False, "vllm": True})
 when it starts."""
 KEPT: Final = frozenset({"pods", "compat", "gpus", "nodes"})
 """Every stored template has these; its data cannot be edited (the API server refuses that)."""
+BOTH: Final = frozenset(ROLES)
 MARKS: Final = frozenset({"labels", "annotations"})
 NOT_OF_PODS: Final = frozenset({"ratio", "model", "cost"})
 """Fields of a tier that change no pod; whatever is not named here makes a new revision. The tier's model is in `model`: one that
@@ -221,6 +223,21 @@ def observe_revisions(objects: Iterable[Object]) -> dict[str, dict[str, Template
     return found
 
 
+@dataclass(slots=True)
+class RevisionsSeen:
+    """Of one fleet: the stored templates as they were last observed, and from what. Objects of the cache never change in place.
+    All of it may be lost: then they are read once more."""
+
+    objects: list[Object] = field(default_factory=list)
+    found: dict[str, dict[str, Template]] = field(default_factory=dict)
+
+    def look(self, objects: list[Object]) -> dict[str, dict[str, Template]]:
+        """Like `observe_revisions`."""
+        if len(objects) != len(self.objects) or not all(map(is_, objects, self.objects)):
+            self.objects, self.found = objects, observe_revisions(objects)
+        return self.found
+
+
 def _price(told: object) -> float | None:
     """None where it is none: somebody may have made that object."""
     if isinstance(told, bool) or not isinstance(told, int | float):
@@ -238,7 +255,14 @@ def place_of(stored: Object) -> tuple[str, str] | None:
 
 def _is_whole(data: dict[str, Any]) -> bool:
     """Its counts are a pair of counts, both roles have pods, and what it was made from can be looked up, if it says that."""
-    pairs = [data["gpus"], data["nodes"]]
-    counted = all(isinstance(pair, list) and [type(one) for one in pair] == [int, int] and min(pair) >= 0 for pair in pairs)
-    named = isinstance(data["compat"], str) and isinstance(data["pods"], dict) and set(data["pods"]) >= set(ROLES)
+    counted = _is_pair(data["gpus"]) and _is_pair(data["nodes"])
+    named = isinstance(data["compat"], str) and isinstance(data["pods"], dict) and data["pods"].keys() >= BOTH
     return counted and named and isinstance(made := data.get("inputs", {}), dict) and isinstance(made.get("model", {}), dict)
+
+
+def _is_pair(told: object) -> bool:
+    """Of whole numbers, each at least 0; True is none."""
+    if not isinstance(told, list) or len(told) != len(BOTH):
+        return False
+    first, second = told
+    return type(first) is int and type(second) is int and first >= 0 and second >= 0
