@@ -73,7 +73,7 @@ e2e-loop: setup kube clients kueue lws sched-plugins volcano sim ## e2e without 
 
 # What issue 4 asks for and no fault is about: its own processes, a real scheduler, the API server's own judgement.
 OPERATOR_E2E := churn rollout canary flip gang delete zero admission adapters prefetch transport router_kv_moves dra pod_shape gang_scheduling \
-  versions prometheus unmakeable
+  versions prometheus alerts unmakeable
 
 e2e-operator: setup kube kwok ## faults between operator and API server, bad input, other hands, churn, rollouts, flips, gangs, RDMA's form and proof, adapters, webhooks, versions (FLEET_FAULT_SEED=n repeats a run)
 	$(RUN) pytest e2e/test_operators.py e2e/test_operator_*.py $(foreach name,$(OPERATOR_E2E),e2e/test_$(name).py)

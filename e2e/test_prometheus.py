@@ -54,14 +54,25 @@ def targets(pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def prometheus(folder: Path, relabel: list[dict[str, Any]] | None = None) -> Iterator[Service]:
-    """Prometheus on URL, with the configuration that the README documents, or with other relabelling."""
+def prometheus(
+    folder: Path, relabel: list[dict[str, Any]] | None = None, *, operator_port: int | None = None, rules: Path | None = None
+) -> Iterator[Service]:
+    """Prometheus on URL, with the configuration that the README documents, or with other relabelling; where told, it asks an
+    operator, too, as the chart's ServiceMonitor does, and evaluates rules."""
     binary = subprocess.run([str(FOLDER / "get-prometheus")], check=True, capture_output=True, text=True).stdout.strip()
     config = yaml.safe_load((FOLDER / "scrape.yaml").read_text())
     del config["scrape_configs"][0]["kubernetes_sd_configs"]
     config["scrape_configs"][0]["file_sd_configs"] = [{"files": [str(folder / "targets.json")]}]
     if relabel is not None:
         config["scrape_configs"][0]["relabel_configs"] = relabel
+    if operator_port is not None:
+        asked = {"job_name": "operator", "scrape_interval": "1s", "honor_labels": True}
+        labels = {"namespace": "inferencefleet-system", "pod": "operator-0"}
+        config["scrape_configs"].append(
+            asked | {"static_configs": [{"targets": [f"127.0.0.1:{operator_port}"], "labels": labels}]}
+        )
+    if rules is not None:
+        config |= {"rule_files": [str(rules)], "global": {"evaluation_interval": "1s"}}
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     argv = [
         binary, f"--config.file={folder / 'prometheus.yaml'}", f"--storage.tsdb.path={folder / 'data'}",

@@ -49,6 +49,8 @@ class Options:
     election: Terms | None = None
     lease: str = DEFAULT_LEASE
     health_port: int = 8081
+    fleet_metrics: bool = True
+    """Whether /metrics shows each fleet by its name."""
     log_format: Literal["text", "json"] = "text"
     webhook: WebhookOptions | None = None
 
@@ -83,6 +85,7 @@ def parse_options(argv: list[str]) -> Options:
         election=terms if given.leader_elect else None,
         lease=given.lease_name,
         health_port=given.health_port,
+        fleet_metrics=given.fleet_metrics,
         log_format=given.log_format,
         webhook=webhook,
     )
@@ -184,6 +187,8 @@ def _parser() -> argparse.ArgumentParser:
     group("--retry-period", type=float, default=terms.retry_s, metavar="S", help=f"between attempts; default: {terms.retry_s:g}")
     group = parser.add_argument_group("what it says").add_argument
     group("--health-port", type=int, default=8081, help="/healthz, /readyz and /metrics; 0: off; default: 8081")
+    group("--no-fleet-metrics", dest="fleet_metrics", action="store_false",
+          help="/metrics shows no fleet by its name: whoever reaches the port sees them else")  # fmt: skip
     group("--log-format", choices=["text", "json"], default="text", help="default: text")
     group = parser.add_argument_group("admission").add_argument
     group("--webhook-port", type=int, default=0, help="HTTPS for the API server; 0: off, the default")

@@ -56,7 +56,7 @@ async def run(options: Options) -> None:
     """Until told to stop; ClusterError, LeadershipLostError, OSError (a port is taken)."""
     pulse = Pulse()
     kube = await KubeCluster.connect(options.kubeconfig, trace=pulse.trace())
-    parts = _Parts(options, kube, Fence(), pulse, Meters(pulse), Readiness())
+    parts = _Parts(options, kube, Fence(), pulse, Meters(pulse, of_fleets=options.fleet_metrics), Readiness())
     try:
         async with AsyncExitStack() as stack:
             telemetry = await stack.enter_async_context(open_telemetry())

@@ -61,7 +61,7 @@ from fleet_operator.pod_marks import put_back, rightful
 from fleet_operator.pool_names import as_named
 from fleet_operator.putting import Live
 from fleet_operator.reading import Known, Reader, Sources, Telemetry
-from fleet_operator.recorder import Recorder, cost_of, present_status, ready_of
+from fleet_operator.recorder import Recorder, present_status
 from fleet_operator.render.prefetch import fetches_ahead
 from fleet_operator.render.revision import template_of
 from fleet_operator.settings import Platform
@@ -237,18 +237,9 @@ class Reconciler:
         """Fleets that wait for a pass, and for how long the one that waits longest has waited, seconds."""
         return self._queue.backlog()
 
-    def readiness(self) -> dict[str, int]:
-        """Fleets that are ours by the status of their Ready condition."""
-        counts = {"True": 0, "False": 0, "Unknown": 0}
-        for raw in (raw for (namespace, _), raw in self._objects.fleets.items() if self._owns(namespace)):
-            status = ready_of(raw)
-            counts[status if status in counts else "Unknown"] += 1
-        return counts
-
-    def cost_per_hour(self) -> float | None:
-        """Of our fleets that say what they cost; None: none does."""
-        costs = [cost_of(raw) for (namespace, _), raw in self._objects.fleets.items() if self._owns(namespace)]
-        return sum(known) if (known := [cost for cost in costs if cost is not None]) else None
+    def ours(self) -> list[Object]:
+        """Fleets that are ours, as the cache has them."""
+        return [raw for (namespace, _), raw in self._objects.fleets.items() if self._owns(namespace)]
 
     def ownerless(self) -> int:
         """Pods of fleets that are gone, which nobody owns."""

@@ -109,23 +109,6 @@ def present_status(raw: Object) -> FleetStatus:
         return FleetStatus()
 
 
-def ready_of(raw: Object) -> str:
-    """What the status says of Ready, without the rest of it being read: metrics ask that of each fleet. Empty: nothing."""
-    status = raw.get("status")
-    conditions = status.get("conditions") if isinstance(status, dict) else None
-    for found in conditions if isinstance(conditions, list) else ():
-        if isinstance(found, dict) and found.get("type") == "Ready":
-            return str(found.get("status"))
-    return ""
-
-
-def cost_of(raw: Object) -> float | None:
-    """What the status says that the fleet costs an hour; None: nothing that is a number."""
-    status = raw.get("status")
-    found = status.get("costPerHour") if isinstance(status, dict) else None
-    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
-
-
 def render_event(raw: Object, event: Event, now: float, instance: str) -> Object:
     """An events.k8s.io/v1 Event about the fleet. Its name follows from what it says: a write that is tried again is the same. The
     time comes first: kubectl shows such events in the order of their names (it sorts by a field that this API refuses)."""

@@ -53,7 +53,8 @@ def test_nothing_of_a_container_is_named_twice(values: Path):
 
 
 LONG = {"fullnameOverride": "a" * 50}
-EVERYTHING = {"metrics": {"serviceMonitor": {"enabled": True}}, "webhooks": {"enabled": True}, "rbac": {"aggregate": True}}
+METRICS = {part: {"enabled": True} for part in ("serviceMonitor", "podMonitors", "prometheusRule", "dashboards")}
+EVERYTHING = {"metrics": METRICS, "webhooks": {"enabled": True}, "rbac": {"aggregate": True}}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,11 @@ EFFECTS: dict[str, Any] = {
     "replicas": 3,
     "leaderElection.enabled": False,
     "leaderElection.leaseDurationSeconds": 30,
+    "metrics.fleets": False,
     "metrics.serviceMonitor.enabled": True,
+    "metrics.podMonitors.enabled": True,
+    "metrics.prometheusRule.enabled": True,
+    "metrics.dashboards.enabled": True,
     "logFormat": "json",
     "webhooks.enabled": True,
     "image.repository": "r/o",
@@ -168,6 +173,12 @@ TOGETHER: list[tuple[str, Any, dict[str, Any]]] = [
     ("namespaceSelector", {"fleets": "here"}, {"scope": "cluster"}),
     ("metrics.serviceMonitor.interval", "5s", {"metrics": {"serviceMonitor": {"enabled": True}}}),
     ("metrics.serviceMonitor.labels", {"release": "p"}, {"metrics": {"serviceMonitor": {"enabled": True}}}),
+    ("metrics.podMonitors.interval", "5s", {"metrics": {"podMonitors": {"enabled": True}}}),
+    ("metrics.podMonitors.labels", {"release": "p"}, {"metrics": {"podMonitors": {"enabled": True}}}),
+    ("metrics.prometheusRule.labels", {"release": "p"}, {"metrics": {"prometheusRule": {"enabled": True}}}),
+    ("metrics.prometheusRule.runbookUrl", "https://wiki/runbook", {"metrics": {"prometheusRule": {"enabled": True}}}),
+    ("metrics.dashboards.labels.grafana_dashboard", "yes", {"metrics": {"dashboards": {"enabled": True}}}),
+    ("metrics.dashboards.annotations", {"grafana_folder": "LLM"}, {"metrics": {"dashboards": {"enabled": True}}}),
     ("webhooks.failurePolicy", "Fail", {"webhooks": {"enabled": True}}),
 ]
 """Values that act beside others."""
@@ -246,6 +257,8 @@ BAD = [
     ("a variable that the chart sets", {"extraEnv": [{"name": "HOME", "value": "/"}]}, "/extraEnv/0/name"),
     ("one that policies are made from", {"extraEnv": [{"name": "POD_NAMESPACE", "value": "x"}]}, "/extraEnv/0/name"),
     ("a monitor that was taken away", {"metrics": {"serviceMonitor": None}}, "serviceMonitor"),
+    ("monitors of pods that were taken away", {"metrics": {"podMonitors": None}}, "podMonitors"),
+    ("a runbook that is no page", {"metrics": {"prometheusRule": {"runbookUrl": "RUNBOOK.md"}}}, "/prometheusRule/runbookUrl"),
     # these were rendered, and then no operator began
     ("two labels in one", {"scope": "cluster", "namespaceSelector": {"team": "a,b"}}, "/namespaceSelector/team"),
     ("a key that is none", {"scope": "cluster", "namespaceSelector": {"a/b/c": "d"}}, "'a/b/c'"),

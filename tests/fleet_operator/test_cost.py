@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fleet_operator.cluster.interface import CONTROLLER_REVISION, FLEET, POD, POOL
+from fleet_operator.health.fleets import cost_per_hour
 from fleet_operator.names import TIER
-from fleet_operator.recorder import cost_of
 from fleet_operator.render.revision import observe_revisions
 from tests.fleet_operator.world import NAMESPACE, World, manifest
 
@@ -26,7 +26,7 @@ def test_money_bounds_what_load_gets_and_no_price_restarts_a_pod():
         await world.settle()
         before = {pod["metadata"]["uid"] for pod in await world.store.list(POD, NAMESPACE)}
         assert "costPerHour" not in (await world.store.get(FLEET, NAMESPACE, "f"))["status"]
-        assert world.operator.cost_per_hour() is None
+        assert cost_per_hour(world.operator.ours()) is None
         tiers = [{**GPU, "cost": {"perGpuHour": 4.1}}]
         await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"tiers": tiers, "scaling": {"budget": {"perHour": 25}}}})
         await world.settle()
@@ -43,7 +43,7 @@ def test_money_bounds_what_load_gets_and_no_price_restarts_a_pod():
         await world.user.patch(FLEET, NAMESPACE, "f", {"spec": {"scaling": {"budget": {"perHour": 33}}}})
         await world.settle()
         assert await world.workers() == {"prefill": 1, "decode": 3}
-        assert world.operator.cost_per_hour() == 32.8
+        assert cost_per_hour(world.operator.ours()) == 32.8
         assert await world.touch() == []
 
     asyncio.run(scenario())
@@ -147,4 +147,4 @@ def test_a_price_that_somebody_made_up_stops_no_pass(price: float):
     ],
 )  # fmt: skip
 def test_only_a_number_in_a_status_is_a_cost(status: Any, found: float | None):
-    assert cost_of({"status": status}) == found
+    assert cost_per_hour([{"status": status}]) == found

@@ -21,6 +21,7 @@ from fleet_operator.cluster.interface import (
 from fleet_operator.cluster.kinds import LEASE
 from fleet_operator.cluster.kinds import NAMESPACE as NAMESPACE_KIND
 from fleet_operator.cluster.memory import MemoryCluster
+from fleet_operator.health.fleets import readiness
 from fleet_operator.territory import CLAIM, NotOursError, Selection, Territory, parse_labels
 from tests.fleet_operator.world import NAMESPACE, World, play
 
@@ -479,9 +480,9 @@ def test_fleets_of_others_are_not_counted():
     """Every installation that sees a namespace counted its fleets; one that is told labels sees all namespaces."""
 
     async def scenario(world: World) -> None:
-        assert world.operator.readiness() == {"True": 1, "False": 0, "Unknown": 0}
+        assert readiness(world.operator.ours()) == {"True": 1, "False": 0, "Unknown": 0}
         world.operator._owns = lambda namespace: namespace != NAMESPACE
-        assert world.operator.readiness() == {"True": 0, "False": 0, "Unknown": 0}
+        assert readiness(world.operator.ours()) == {"True": 0, "False": 0, "Unknown": 0}
 
     play(scenario)
 

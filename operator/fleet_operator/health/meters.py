@@ -1,11 +1,12 @@
-"""Prometheus metrics of the operator. Labels have few values: no fleet, namespace or object name ever becomes one."""
+"""Prometheus metrics of the operator. Labels of what is counted have few values: no fleet, namespace or object name becomes one.
+What each fleet's status says is read when somebody asks, from the cache, and is gone with the fleet."""
 
 from __future__ import annotations
 
 import asyncio
 import platform
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from importlib import metadata
 from typing import Any, Final, Protocol, TypeVar
@@ -15,8 +16,9 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from fleet_operator.cluster.guarded import Send, Write
-from fleet_operator.cluster.interface import ClusterError
+from fleet_operator.cluster.interface import ClusterError, Object
 from fleet_operator.health.cpu_of import CpuOf
+from fleet_operator.health.fleets import cost_per_hour, families, readiness
 from fleet_operator.health.pulse import Pulse
 
 T = TypeVar("T")
@@ -37,24 +39,22 @@ class Queue(Protocol):
         """Fleets that wait for a pass, and for how long the one that waits longest has waited, seconds."""
         ...
 
-    def readiness(self) -> Mapping[str, int]:
-        """Fleets that are ours by the status of their Ready condition: True, False, Unknown."""
+    def ours(self) -> Sequence[Object]:
+        """Fleets that are ours, as the cache has them."""
         ...
 
     def ownerless(self) -> int:
         """Pods of fleets that are gone, which nobody owns."""
         ...
 
-    def cost_per_hour(self) -> float | None:
-        """Of our fleets that say what they cost; None: none does."""
-        ...
-
 
 class Meters:
     """Counts passes and writes, and reads the rest when somebody asks."""
 
-    def __init__(self, pulse: Pulse, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, pulse: Pulse, clock: Callable[[], float] = time.perf_counter, *, of_fleets: bool = True) -> None:
+        """`of_fleets`: whether each fleet's conditions, workers and objectives are shown, by its name."""
         self._pulse = pulse
+        self._of_fleets = of_fleets
         self._clock = clock
         self.registry = CollectorRegistry()
         self._seconds = Histogram(
@@ -145,7 +145,7 @@ class Meters:
     ) -> None:
         """Also show these whenever somebody reads; `namespaces` are (ours, told to us but somebody else's), `closed` those that
         may not be read."""
-        self.registry.register(_Present(self._pulse, queue, leading, namespaces, closed))
+        self.registry.register(_Present(self._pulse, queue, leading, namespaces, closed, of_fleets=self._of_fleets))
 
     def text(self) -> bytes:
         """The exposition format."""
@@ -162,8 +162,11 @@ class _Present(Collector):
         leading: Callable[[], bool],
         namespaces: Callable[[], tuple[int, int]],
         closed: Callable[[], int],
+        *,
+        of_fleets: bool,
     ) -> None:
         self._pulse, self._queue, self._leading, self._namespaces, self._closed = pulse, queue, leading, namespaces, closed
+        self._of_fleets = of_fleets
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """All of them."""
@@ -188,10 +191,12 @@ class _Present(Collector):
         yield GaugeMetricFamily("fleet_operator_queue_depth", "Fleets that wait for a pass.", value=depth)
         yield GaugeMetricFamily("fleet_operator_queue_oldest_seconds", "How long the first of them has waited.", value=oldest_s)
         ready = GaugeMetricFamily("fleet_operator_fleets", "Our fleets by the status of their Ready condition.", labels=["ready"])
-        for status, count in self._queue.readiness().items():
+        fleets = self._queue.ours()
+        for status, count in readiness(fleets).items():
             ready.add_metric([status], count)
         yield ready
-        if (cost := self._queue.cost_per_hour()) is not None:
+        yield from families(fleets) if self._of_fleets else ()
+        if (cost := cost_per_hour(fleets)) is not None:
             words = "What the devices of our fleets cost an hour, of those that say it (tiers[].cost)."
             yield GaugeMetricFamily("fleet_operator_cost_per_hour", words, value=cost)
         left = "Pods without an owner whose fleet is gone: they stay, with their devices."

@@ -11,6 +11,7 @@ from fleet_api.v1alpha1.routing import CascadeSpec, ExplainSpec, HedgeSpec, Prew
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import (
     FLEET,
+    METRICS,
     PLANNED,
     REVISION,
     ROLE,
@@ -28,7 +29,7 @@ from fleet_operator.pool_sizes import Sizes, sealed
 from fleet_operator.render.cascade import grown_into
 from fleet_operator.render.kept_router import ROUTER_MADE, asked_of, template_and_note
 from fleet_operator.render.network import PORTS, port_of
-from fleet_operator.render.port import add_port, requests, routers_of
+from fleet_operator.render.port import ADMIN_PORT, add_port, requests, routers_of
 from fleet_operator.render.template import security
 from fleet_operator.render.worker import HUNG_GRACE_S, drain_timeout_s
 from fleet_operator.settings import Platform
@@ -292,8 +293,10 @@ def _deployment(
     fleet: InferenceFleet, owner: Object, platform: Platform, selector: dict[str, str], found: Object | None
 ) -> Object:
     def template() -> Object:
-        marks = {"labels": labels(fleet.metadata.name, **{ROLE: ROUTER_ROLE})}
-        return {"metadata": marks, "spec": _router_pod(fleet, platform)}
+        pod, marks = _router_pod(fleet, platform), labels(fleet.metadata.name, **{ROLE: ROUTER_ROLE})
+        if any(port["name"] == ADMIN_PORT for port in pod["containers"][0]["ports"]):
+            marks[METRICS] = ADMIN_PORT  # a PodMonitor cannot see that a pod has two ports, and only one of them answers
+        return {"metadata": {"labels": marks}, "spec": pod}
 
     kept, note = template_and_note(None if platform.renew_routers else found, asked_of(fleet), template)
     return {

@@ -30,11 +30,12 @@ class Queue:
     def backlog(self) -> tuple[int, float]:
         return 3, 1.5
 
-    def cost_per_hour(self) -> float | None:
-        return self.cost
-
-    def readiness(self) -> dict[str, int]:
-        return {"True": 2, "False": 1, "Unknown": 0}
+    def ours(self) -> list[dict[str, Any]]:
+        """Two that are Ready, and one that is not."""
+        meta, ready = {"namespace": "ml", "name": "f"}, {"type": "Ready", "reason": "AllGood"}
+        well, ill = ({"conditions": [{**ready, "status": status}]} for status in ("True", "False"))
+        costly = {**well, "costPerHour": self.cost} if self.cost is not None else well
+        return [{"metadata": meta, "status": status} for status in (costly, {"conditions": well["conditions"]}, ill)]
 
     def ownerless(self) -> int:
         return 7
@@ -116,6 +117,14 @@ def test_the_rest_is_read_when_asked():
     assert value(made, "fleet_operator_ownerless_pods") == 7
     assert "fleet_operator_build_info{" in made.text().decode()
     assert "fleet_operator_cost_per_hour" not in made.text().decode(), "no price is known: that is not 0"
+
+
+@pytest.mark.parametrize("of_fleets", [True, False])
+def test_fleets_are_shown_by_name_unless_told_otherwise(of_fleets: bool):
+    made = Meters(Pulse(), of_fleets=of_fleets)
+    made.observe(Queue(), lambda: True, lambda: (4, 1))
+    assert ('fleet="f"' in made.text().decode()) is of_fleets
+    assert value(made, 'fleet_operator_fleets{ready="True"}') == 2
 
 
 def test_what_fleets_cost_is_a_figure_where_one_says_it():

@@ -1,0 +1,105 @@
+"""Alerts and dashboards: every metric that they ask for is one that is told, and the runbook has a row for each alert."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from e2e.helm import dashboards
+from e2e.helm.chart import CHART, ROOT, objects, render
+
+ALERTS: list[dict[str, Any]] = [
+    rule for group in yaml.safe_load((CHART / "files/alerts.yaml").read_text())["groups"] for rule in group["rules"]
+]
+RUNBOOK = (ROOT / "operator/RUNBOOK.md").read_text()
+NOT_ALERTED = {"fleet_operator_cost_per_hour", "fleet_router_authentication", "fleet_agent_seed_info"}
+"""Rows whose limit only the user knows, or that nobody is woken for."""
+OF_THE_PROCESS = {"fleet_operator_process_cpu_seconds_total", "fleet_operator_process_resident_memory_bytes"}
+"""What prometheus_client tells of every process."""
+NAME = re.compile(r"\b(?:fleet_(?:router|operator|agent)_[a-z_]+|(?:fleet|vllm):[a-z_]+)")
+
+
+def rows(heading: str) -> set[str]:
+    """The names in the first column of the table below it."""
+    table = RUNBOOK.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return set(re.findall(r"^\| `([^`{]+)[^|]*` \|", table, re.MULTILINE))
+
+
+def told() -> set[str]:
+    """Every metric of the runbook and of the engines."""
+    engine = (ROOT / "worker/fleet_worker/engine/metrics.py").read_text()
+    of_engines = set(re.findall(r'"((?:vllm|fleet):[a-z_]+)"', engine))
+    of_ours = rows("Metrics to alert on") | rows("Metrics that explain") | OF_THE_PROCESS
+    return of_ours | of_engines | {f"{name}_total" for name in of_engines}
+
+
+def asked(query: str) -> set[str]:
+    """Metrics of a query, without what a histogram adds."""
+    known = told()
+    return {name if name in known else re.sub(r"_(bucket|sum|count)$", "", name) for name in NAME.findall(query)}
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
+def test_an_alert_asks_for_what_is_told_and_says_what_to_do(alert: dict[str, Any]):
+    assert asked(alert["expr"])
+    assert asked(alert["expr"]) <= told()
+    assert alert["annotations"]["metric"] in asked(alert["expr"])
+    assert alert["labels"]["severity"] in ("critical", "warning", "info")
+    assert alert["annotations"].keys() >= {"summary", "description", "metric"}
+
+
+def test_names_are_given_once():
+    names = [alert["alert"] for alert in ALERTS]
+    assert len(names) == len(set(names))
+    assert all(name.startswith("InferenceFleet") for name in names)
+
+
+def test_every_row_of_the_runbook_has_an_alert_and_no_other_metric_has():
+    assert {alert["annotations"]["metric"] for alert in ALERTS} == rows("Metrics to alert on") - NOT_ALERTED
+
+
+def test_conditions_and_reasons_of_alerts_are_those_of_the_runbook():
+    """A condition or a reason with another spelling would never fire."""
+    text = " ".join(alert["expr"] for alert in ALERTS)
+    conditions = set(re.findall(r'condition="(\w+)"', text))
+    reasons = {word for found in re.findall(r'reason=~?"([\w|]+)"', text) for word in found.split("|")}
+    source = "".join(path.read_text() for path in Path(ROOT / "operator/fleet_planner").glob("*.py"))
+    assert conditions <= set(re.findall(r'"([A-Z]\w+)"', source))
+    assert reasons <= set(re.findall(r"`([A-Z]\w+)`", RUNBOOK))
+
+
+@pytest.mark.parametrize("query", dashboards.queries())
+def test_a_dashboard_asks_for_what_is_told(query: str):
+    assert asked(query)
+    assert asked(query) <= told()
+
+
+def test_dashboards_are_what_grafana_imports():
+    for name, text in dashboards.generated().items():
+        made = json.loads(text)
+        identifiers = [panel["id"] for panel in made["panels"]]
+        assert len(identifiers) == len(set(identifiers)), name
+        cells = [
+            (x, y) for panel in made["panels"] for at in [panel["gridPos"]]
+            for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+        ]  # fmt: skip
+        assert len(cells) == len(set(cells)), f"{name}: panels lie on each other"
+        variables = {one["name"] for one in made["templating"]["list"]} | {"__rate_interval"}
+        assert set(re.findall(r"\$\{?(\w+)", text)) <= variables, name
+
+
+def test_the_chart_takes_them_as_they_are():
+    """Helm's own braces must not eat those of the alerts."""
+    runbook = "https://wiki/runbook"
+    on = {"prometheusRule": {"enabled": True, "runbookUrl": runbook}, "dashboards": {"enabled": True}}
+    made = objects(render({"metrics": on}))
+    (rule,) = [found for found in made if found["kind"] == "PrometheusRule"]
+    rendered = [one for group in rule["spec"]["groups"] for one in group["rules"]]
+    assert rendered == [{**one, "annotations": {**one["annotations"], "runbook_url": runbook}} for one in ALERTS]
+    maps = {name: text for found in made if found["kind"] == "ConfigMap" for name, text in found["data"].items()}
+    assert maps == dashboards.generated()
