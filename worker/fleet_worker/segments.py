@@ -85,7 +85,7 @@ def make(root: Path = ROOT) -> Segments:
             folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
         except OSError:
             break
-        if (lock := _locked(folder)) is not None:
+        if (lock := locked(folder)) is not None:
             return Segments(folder, lock, others)
         remove(str(folder))
     return Segments()
@@ -94,7 +94,7 @@ def make(root: Path = ROOT) -> Segments:
 def sweep(root: Path = ROOT) -> None:
     """Remove folders that nobody has the lock of. Another user's stay, whatever they are."""
     for folder in root.glob(f"{PREFIX}*"):
-        if (lock := _locked(folder)) is not None:
+        if (lock := locked(folder)) is not None:
             remove(str(folder))
             os.close(lock)
 
@@ -109,7 +109,7 @@ def _mapped(pid: int, root: str) -> Iterator[str]:
                 yield fields[4]
 
 
-def _locked(folder: Path) -> int | None:
+def locked(folder: Path) -> int | None:
     """Its lock, as a descriptor; None when somebody has it, it is gone, or it is not ours to have."""
     try:
         found = os.open(folder, FOLDER)

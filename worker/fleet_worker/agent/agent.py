@@ -8,7 +8,6 @@ import os
 import secrets
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from fleet_worker.agent.life import Life, Load
 from fleet_worker.agent.prepare import prepare_model
 from fleet_worker.agent.role import judge
 from fleet_worker.agent.running import Running
+from fleet_worker.agent.scratch import Scratch
 from fleet_worker.agent.seed import SeedKeeper
 from fleet_worker.agent.supervise import EngineProcess, find_vllm, how_ended
 from fleet_worker.agent.tokenizer import tokenizer_files
@@ -63,7 +63,7 @@ class Agent:
         self._forwarder: EventForwarder | None = None
         self._replays: ReplayForwarder | None = None
         self._fabric = fabric.Fabric()
-        self._scratch = tempfile.TemporaryDirectory(prefix="fleet-")  # vLLM never removes its sockets
+        self._scratch = Scratch()  # vLLM never removes its sockets
         self._token = secrets.token_hex(16)
         host = f"[{identity.pod_ip}]" if ":" in identity.pod_ip else identity.pod_ip
         is_one = config.engine == "vllm" and config.parallel.data == 1  # its ranks have servers of their own: one of them answers
