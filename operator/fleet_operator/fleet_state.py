@@ -44,13 +44,14 @@ class FleetState:
     reading: bool = False
     flips: dict[str, FlipReport] = field(default_factory=dict)
     """By uid: what workers say that change their role, and those of whom it is doubtful which one they have."""
-    changing: bool = False
-    """The last pass saw workers that change their role."""
+    changing: frozenset[str] = frozenset()
+    """Uids of workers that change their role, as the last pass saw them."""
     doubtful: frozenset[str] = frozenset()
     """Uids of the others."""
     doubted_at: float = float("-inf")
     """When they were last asked."""
-    following: bool = False
+    following: set[str] = field(default_factory=set)
+    """Those of them that are being asked, each by itself: a proof may take minutes, and the others have their own time."""
     doubting: bool = False
     """Those of whom it is doubtful are being asked: how long they take to answer costs nobody else time."""
     adapters: AdapterMemory = field(default_factory=AdapterMemory)
@@ -73,8 +74,8 @@ class FleetState:
 def heed(state: FleetState, observed: Observed) -> None:
     """Whom to look at until the next pass. What they said is kept as long: it is of this flip, not of one before it. Of the
     doubtful ones nothing is known but their word."""
-    moving = {pod.uid for pod in observed.pods if pod.flipping is not None}
-    state.changing, state.doubtful = bool(moving), doubtful(observed)
+    state.changing = moving = frozenset([pod.uid for pod in observed.pods if pod.flipping is not None])
+    state.doubtful = doubtful(observed)
     words = {uid: FlipReport(said.role, said.phase) for uid, said in state.flips.items() if uid in state.doubtful}
     state.flips = {uid: said for uid, said in state.flips.items() if uid in moving} | words
 

@@ -107,9 +107,9 @@ class Reader:
             if not state.reading and not 0 <= now - state.read_at < _interval_s(state.known.fleet, state):
                 state.reading, state.read_at = True, now
                 found.append((key, self._read(key, state.known.fleet, state)))
-            if state.changing and not state.following:
-                state.following = True
-                found.append((key, self._follow(key, state.known.fleet, state)))
+            for uid in state.changing - state.following:
+                state.following.add(uid)
+                found.append((key, self._follow(key, state.known.fleet, state, uid)))
             if (doubts := doubts_due(state, now)) and not state.doubting:
                 state.doubting, state.doubted_at = True, now
                 found.append((key, self._doubt(key, state.known.fleet, state, doubts)))
@@ -117,15 +117,15 @@ class Reader:
                 found.append((key, self._adapt(key, state.known.fleet, state.adapters)))
         return [_alone(key, reading) for key, reading in found]
 
-    async def _follow(self, key: Key, fleet: InferenceFleet, state: FleetState) -> None:
-        """Tell and hear the workers of one fleet that change their role."""
+    async def _follow(self, key: Key, fleet: InferenceFleet, state: FleetState, uid: str) -> None:
+        """Tell and hear one worker that changes its role."""
         try:
             live = self._known.children(key)
             there = workers(fleet, state, live, self._known.places())
-            known = await self.sources.flips.follow(fleet, there, live, state.flips)
-            self._said(key, state, {uid: said for uid, said in state.flips.items() if uid in state.doubtful} | known)
+            known = await self.sources.flips.follow(fleet, there, live, state.flips, {uid})
+            self._said(key, state, {of: said for of, said in state.flips.items() if of != uid} | known)
         finally:
-            state.following = False
+            state.following.discard(uid)
 
     async def _doubt(self, key: Key, fleet: InferenceFleet, state: FleetState, doubts: frozenset[str]) -> None:
         """Hear the workers of one fleet of whom it is doubtful which role they have. One that was told a role meanwhile is

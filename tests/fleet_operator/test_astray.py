@@ -342,7 +342,7 @@ def test_no_pod_is_told_the_role_of_another_one_that_had_its_address(uid: str, a
     workers = Workers()
     workers.known = {"w": Worker(role="decode", uid=uid)}
     one = observed_pod("d", "decode", 0, flipping="prefill", ip="w")
-    asyncio.run(FlipFollower(workers.connect).follow(parse_fleet(manifest()), [one], {}, {}))
+    asyncio.run(FlipFollower(workers.connect).follow(parse_fleet(manifest()), [one], {}, {}, {one.uid}))
     assert workers.at("w").asked == asked
 
 

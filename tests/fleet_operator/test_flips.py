@@ -406,7 +406,7 @@ def test_nobody_is_told_while_the_routers_document_is_too_large(monkeypatch: pyt
 def test_a_worker_is_told_only_when_the_routers_document_lets_it_serve_no_more(serving: bool, asked: list[str]):
     workers = Workers()
     one = observed_pod("d", "decode", 0, flipping="prefill", serving=serving, ip="w")
-    asyncio.run(FlipFollower(workers.connect).follow(parse_fleet(manifest()), [one], {}, {}))
+    asyncio.run(FlipFollower(workers.connect).follow(parse_fleet(manifest()), [one], {}, {}, {one.uid}))
     assert workers.at("w").asked == asked
 
 
@@ -477,5 +477,5 @@ def test_a_worker_of_the_name_before_is_asked_by_its_own():
         "inputs": {"servedName": "old"},
     }
     stored = {("ControllerRevision", "f-t-r"): {"metadata": {"name": "f-t-r", "labels": marks}, "data": data}}
-    asyncio.run(FlipFollower(connect).follow(parse_fleet(manifest()), [one], stored, {}))
+    asyncio.run(FlipFollower(connect).follow(parse_fleet(manifest()), [one], stored, {}, {one.uid}))
     assert asked == ["", "old"]

@@ -42,10 +42,10 @@ class FlipFollower:
         self._connect = connect
 
     async def follow(
-        self, fleet: InferenceFleet, pods: Sequence[ObservedPod], live: Live, known: Reports
+        self, fleet: InferenceFleet, pods: Sequence[ObservedPod], live: Live, known: Reports, uids: Collection[str]
     ) -> dict[str, FlipReport]:
-        """What is known now of every worker that is told a role. `pods`: all workers of a fleet; `live`: their objects."""
-        moving = [pod for pod in pods if pod.flipping is not None and _has_agent(pod)]
+        """What is known now of those `uids` that are told a role. `pods`: all workers of a fleet; `live`: their objects."""
+        moving = [pod for pod in pods if pod.flipping is not None and pod.uid in uids and _has_agent(pod)]
         async with self._connect() as ask:
             looks = [self._look(ask, fleet, pod, pods, live, known.get(pod.uid, FlipReport())) for pod in moving]
             found = await asyncio.gather(*looks)
