@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,7 +48,7 @@ class AdapterKeeper:
         self._held: dict[str, Held] = {}
         self._failed: dict[str, Failure] = {}
         self._unsure: set[str] = set()
-        """Told to load, and no good answer: an engine that was silent for too long may have it all the same."""
+        """Told to load or unload, and no good answer: nobody knows which version the engine has, if any. None of them is held."""
         self._busy: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._untidy = False
@@ -162,25 +163,41 @@ class AdapterKeeper:
             return  # the same content from elsewhere
         is_there = before is not None or wish.name in self._unsure
         if is_there and not self._replaces:
-            await self._engine.unload_adapter(wish.name)
-            self._held.pop(wish.name, None)
+            await self._taken(wish.name)
             is_there = False
-        self._unsure.add(wish.name)
-        digest = await self._engine.load_adapter(wish.name, str(staged.folder), inplace=is_there)
-        if digest is not None and digest != staged.digest:
-            raise AdapterError("DigestMismatch", f"{wish.source}: the engine loaded other bytes than were copied")
+        with self._doubted(wish.name):
+            digest = await self._engine.load_adapter(wish.name, str(staged.folder), inplace=is_there)
+            if digest is not None and digest != staged.digest:
+                raise AdapterError("DigestMismatch", f"{wish.source}: the engine loaded other bytes than were copied")
         self._unsure.discard(wish.name)
 
     async def _unload(self, name: str) -> None:
         try:
-            await self._engine.unload_adapter(name)
+            await self._taken(name)
         except AdapterError as error:
             print(f"{error.reason}: {error}", flush=True)
             await asyncio.sleep(1.0)  # tried again
             return
+        self._untidy = True
+
+    async def _taken(self, name: str) -> None:
+        """The engine has it no more."""
+        with self._doubted(name):
+            await self._engine.unload_adapter(name)
         self._held.pop(name, None)
         self._unsure.discard(name)
-        self._untidy = True
+
+    @contextmanager
+    def _doubted(self, name: str) -> Iterator[None]:
+        """What ends without a good answer may be done all the same: what the engine has then is what nobody may tell, also when
+        the version of before is wished again. One that says that an adapter is bad keeps the one before."""
+        try:
+            yield
+        except BaseException as error:
+            if not (isinstance(error, AdapterError) and error.reason == "BadAdapter"):
+                self._held.pop(name, None)
+                self._unsure.add(name)
+            raise
 
     async def _tidy(self) -> None:
         """Copies that nobody uses go, when nobody is at work: one that is being made belongs to nobody yet."""

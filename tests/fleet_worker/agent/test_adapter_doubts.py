@@ -1,0 +1,77 @@
+"""What an engine did of which it gave no good answer, and copies of adapters that it refused."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from fleet_worker.agent.adapters import AdapterKeeper
+from fleet_worker.agent.errors import AdapterError
+from fleet_worker.config import AdapterWish
+from tests.fleet_worker.agent.test_adapters import Engine, folder, keep, states, until, wish
+
+
+def silenced(act: Callable[[str], Awaitable[None]]) -> Callable[[str], Awaitable[None]]:
+    """It unloads, but not in time for its answer."""
+
+    async def unload(name: str) -> None:
+        await act(name)
+        raise AdapterError("EngineSilent", "no answer")
+
+    return unload
+
+
+Change = tuple[str, str, tuple[AdapterWish, ...]]
+"""Engine, what of it is silent, what is wished meanwhile."""
+CHANGES: dict[str, Change] = {
+    "replaced": ("torch", "load", (wish("a", "two"),)),
+    "taken": ("torch", "unload", ()),
+    "taken-by-vllm": ("vllm", "unload", ()),
+    "taken-for-another": ("vllm", "unload", (wish("a", "two"),)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_version_before_that_is_wished_again_is_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    """It was told as loaded with its own digest while the engine had the other version, or none: answers came under the wrong
+    weights, or 404, until the worker began anew."""
+    engine, silent, meanwhile = CHANGES[name]
+    for source in ("one", "two"):
+        folder(tmp_path / "root" / source, source.encode())
+
+    async def scenario(keeper: AdapterKeeper, fake: Engine) -> None:
+        await keeper.first_round()
+        before, sound = keeper.report(), fake.unload_adapter
+        fake.silent = silent == "load"
+        if silent == "unload":
+            monkeypatch.setattr(fake, "unload_adapter", silenced(sound))
+        calls = len(fake.calls)
+        keeper.wish(meanwhile)
+        await until(lambda: len(fake.calls) > calls and [one["digest"] for one in keeper.report()] == [""] * len(meanwhile))
+        keeper.wish([wish("a")])
+        fake.silent = False
+        monkeypatch.setattr(fake, "unload_adapter", sound)
+        await until(lambda: states(keeper) == {"a": "Loaded"})
+        assert keeper.report() == before
+        assert {key: Path(path).name for key, path in fake.loaded.items()} == {"a": before[0]["digest"][:32]}
+
+    keep(tmp_path, scenario, (wish("a"),), engine=engine)
+
+
+def test_one_that_the_engine_refuses_keeps_the_version_before(tmp_path: Path):
+    folder(tmp_path / "root/one", b"one")
+    folder(tmp_path / "root/two", b"bad")
+
+    async def scenario(keeper: AdapterKeeper, fake: Engine) -> None:
+        await keeper.first_round()
+        before = keeper.report()
+        keeper.wish([wish("a", "two")])
+        await until(lambda: states(keeper) == {"a": "Failed"})
+        assert keeper.report()[0]["digest"] == before[0]["digest"]
+        keeper.wish([wish("a")])
+        assert keeper.report() == before
+        assert fake.calls == ["load a", "replace a"]
+
+    keep(tmp_path, scenario, (wish("a"),))
