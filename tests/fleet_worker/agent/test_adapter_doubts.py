@@ -1,7 +1,8 @@
-"""What an engine did of which it gave no good answer, and copies of adapters that it refused."""
+"""What an engine did of which it gave no good answer, and the end of a keeper in the midst of news."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -73,5 +74,35 @@ def test_one_that_the_engine_refuses_keeps_the_version_before(tmp_path: Path):
         keeper.wish([wish("a")])
         assert keeper.report() == before
         assert fake.calls == ["load a", "replace a"]
+
+    keep(tmp_path, scenario, (wish("a"),))
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_keeper_that_hears_news_as_it_ends_does_end(tmp_path: Path, turns: int):
+    """An engine that dies fails what it is given: both at once. The keeper went on for ever, its agent waited for it, and told
+    probes what was true before."""
+
+    async def scenario(keeper: AdapterKeeper, _: Engine) -> None:
+        await until(lambda: states(keeper) == {"a": "Failed"})  # the next try is seconds away
+        running = [asyncio.create_task(keeper.run()), asyncio.create_task(for_ever(keeper))]
+        keeper._settled.clear()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        keeper.wish([wish("a"), wish("b")])
+        keeper._settled.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for task in running:
+            task.cancel()
+        done, _ = await asyncio.wait(running, timeout=3)
+        for task in running:
+            task.cancel()
+        assert done == set(running)
+
+    async def for_ever(keeper: AdapterKeeper) -> None:
+        while True:
+            await keeper.first_round()
+            await asyncio.sleep(0)
 
     keep(tmp_path, scenario, (wish("a"),))

@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -89,7 +89,8 @@ class AdapterKeeper:
     async def first_round(self) -> None:
         """Until each adapter was tried once, or the time is up."""
         try:
-            await asyncio.wait_for(self._settled.wait(), FIRST_ROUND_S)
+            async with asyncio.timeout(FIRST_ROUND_S):  # Python 3.11's wait_for forgets a cancellation that meets its result
+                await self._settled.wait()
         except TimeoutError:
             self._settled.set()  # nobody waits so long again; the report says which are missing
 
@@ -108,10 +109,9 @@ class AdapterKeeper:
                     self._settled.set()
                 await self._tidy()
                 wait_s = None if steps.wake_at is None else max(0.0, steps.wake_at - time.monotonic())
-                try:
-                    await asyncio.wait_for(self._wake.wait(), wait_s)
-                except TimeoutError:
-                    continue
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await self._wake.wait()
         finally:
             tasks = list(self._busy.values())
             for task in tasks:
