@@ -1,4 +1,5 @@
-"""What an engine did of which it gave no good answer, and the end of a keeper in the midst of news."""
+"""What an engine did of which it gave no good answer, copies that it refused, and the end of a keeper in the midst of
+news."""
 
 from __future__ import annotations
 
@@ -74,6 +75,22 @@ def test_one_that_the_engine_refuses_keeps_the_version_before(tmp_path: Path):
         keeper.wish([wish("a")])
         assert keeper.report() == before
         assert fake.calls == ["load a", "replace a"]
+
+    keep(tmp_path, scenario, (wish("a"),))
+
+
+def test_a_copy_that_the_engine_refused_goes(tmp_path: Path):
+    """It stayed until another adapter came or went: gigabytes maybe, for which others found no room."""
+    folder(tmp_path / "root/one", b"one")
+    folder(tmp_path / "root/two", b"bad")
+
+    async def scenario(keeper: AdapterKeeper, fake: Engine) -> None:
+        await keeper.first_round()
+        kept = list((tmp_path / "staged").iterdir())
+        keeper.wish([wish("a"), wish("b", "two")])
+        await until(lambda: states(keeper) == {"a": "Loaded", "b": "Failed"})
+        await until(lambda: list((tmp_path / "staged").iterdir()) == kept)
+        assert fake.calls == ["load a", "load b"]
 
     keep(tmp_path, scenario, (wish("a"),))
 

@@ -209,6 +209,7 @@ class AdapterKeeper:
     def _fail(self, wish: AdapterWish, reason: str, message: str) -> None:
         message = " ".join(message.split())[:MESSAGE_MOST]
         print(f"{reason}: adapter {wish.name}: {message}", flush=True)
+        self._untidy = True  # a copy that the engine refused has nobody else who would remove it, and others need the disk
         self._failed[wish.name] = failed_again(self._failed.get(wish.name), wish.source, reason, message, time.monotonic())
 
 
