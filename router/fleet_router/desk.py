@@ -12,6 +12,7 @@ import msgspec
 
 from fleet_router.admission.gate import Gate, Ticket
 from fleet_router.admission.keys import KeyTable
+from fleet_router.admission.labels import Labels, Told, told_of
 from fleet_router.admission.lanes import Entry, Lane, classes_of, open_entry, tenant_entries
 from fleet_router.admission.quota import Account, Outcome
 from fleet_router.admission.refused import Full, Over
@@ -56,6 +57,7 @@ class Desk:
         self.gate = Gate()
         self.faults = Faults()
         self.accounts: dict[str, Account] = {}
+        self._labels = Labels()
         self.waits: dict[str, Histogram] = {}
         self.refused_keys = 0
         self.runaways: dict[Why, int] = dict.fromkeys(FINISH, 0)
@@ -96,6 +98,7 @@ class Desk:
         """The tenants file; returns what is odd in it. From now on who has no key is nobody."""
         self._tenants = tenants
         self._keys, problems = tenant_entries(self._config, tenants, self.accounts, self._now_ns())
+        self._labels.follow(self.accounts)
         return problems
 
     @property
@@ -108,9 +111,9 @@ class Desk:
         """What is followed."""
         return self._config
 
-    def all_accounts(self) -> list[Account]:
-        """Of every tenant that is known; of everybody where none are needed."""
-        return list(self.accounts.values()) if self.tenants_needed else [self._everybody]
+    def told(self) -> dict[str, Told]:
+        """What tenants have used, by label; of everybody where none are needed."""
+        return self._labels.told() if self.tenants_needed else {"": told_of([self._everybody])}
 
     @property
     def tenants(self) -> int:

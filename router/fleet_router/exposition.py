@@ -1,17 +1,12 @@
-"""Admission's counts as Prometheus text. Tenants beyond a bound share one label."""
+"""Admission's counts as Prometheus text."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 
+from fleet_router.admission.labels import Told
 from fleet_router.admission.lanes import classes_of
-from fleet_router.admission.quota import Account
 from fleet_router.desk import Desk
-
-TENANT_LABELS = 100
-OTHERS = "_others"
-"""No tenant can be called so."""
 
 
 def exposition(desk: Desk, now: float) -> str:
@@ -38,26 +33,23 @@ def exposition(desk: Desk, now: float) -> str:
     out += ["# TYPE fleet_router_request_faults_total counter", f"fleet_router_request_faults_total {desk.faults.count}"]
     out += ["# TYPE fleet_router_runaways_total counter"]
     out += [f'fleet_router_runaways_total{{pattern="{why}"}} {count}' for why, count in desk.runaways.items()]
-    return "\n".join([*out, *_tenants(desk.all_accounts(), metered=desk.tenants_needed)]) + "\n"
+    return "\n".join([*out, *_tenants(desk.told(), metered=desk.tenants_needed)]) + "\n"
 
 
-def _tenants(accounts: Iterable[Account], *, metered: bool) -> list[str]:
+def _tenants(told: Mapping[str, Told], *, metered: bool) -> list[str]:
     """`metered`: tokens are counted, for quotas. Where access is open nobody does it, and what nobody counts is not 0."""
-    requests: Counter[tuple[str, str]] = Counter()
-    tokens: Counter[tuple[str, str]] = Counter()
-    inflight: Counter[str] = Counter()
-    for number, account in enumerate(accounts):
-        label = account.name if number < TENANT_LABELS else OTHERS
-        inflight[label] += account.inflight
-        tokens[label, "input"] += account.input_tokens
-        tokens[label, "output"] += account.output_tokens
-        for result, count in account.counts.items():
-            if count:
-                requests[label, result] += count
     out = ["# TYPE fleet_router_tenant_requests_total counter"]
-    out += [f'fleet_router_tenant_requests_total{{tenant="{t}",result="{result}"}} {n}' for (t, result), n in requests.items()]
+    out += [
+        f'fleet_router_tenant_requests_total{{tenant="{tenant}",result="{result}"}} {count}'
+        for tenant, one in told.items()
+        for result, count in one.results.items()
+    ]
     if metered:
         out += ["# TYPE fleet_router_tenant_tokens_total counter"]
-        out += [f'fleet_router_tenant_tokens_total{{tenant="{t}",direction="{way}"}} {n}' for (t, way), n in tokens.items()]
+        out += [
+            f'fleet_router_tenant_tokens_total{{tenant="{tenant}",direction="{way}"}} {count}'
+            for tenant, one in told.items()
+            for way, count in one.tokens.items()
+        ]
     out += ["# TYPE fleet_router_tenant_inflight gauge"]
-    return out + [f'fleet_router_tenant_inflight{{tenant="{tenant}"}} {n}' for tenant, n in inflight.items()]
+    return out + [f'fleet_router_tenant_inflight{{tenant="{tenant}"}} {one.inflight}' for tenant, one in told.items()]

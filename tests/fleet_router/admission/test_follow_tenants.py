@@ -75,10 +75,7 @@ def test_a_class_that_a_fleet_loses_is_told_of_where_tenants_name_it(capfd):
 
 def test_metrics_of_many_tenants_are_bounded():
     router = Router(Settings("dir:/none", "127.0.0.1", 0, Path("/none")))
-    names = {f"t{i}": {} for i in range(500)}
-    from fleet_router.admission.tenants import parse_tenants
-
-    router._desk.know(parse_tenants(tenants_file(**names)))
+    router._desk.know(parsed(**{f"t{i}": {} for i in range(500)}))
     for account in router._desk.accounts.values():
         account.counts["answered"] += 1
     lines = router.plain(b"/metrics")[2].decode().splitlines()
@@ -87,12 +84,55 @@ def test_metrics_of_many_tenants_are_bounded():
     assert 'fleet_router_tenant_requests_total{tenant="_others",result="answered"} 400' in mine
 
 
+@pytest.mark.parametrize(
+    ("then", "others"),
+    [
+        pytest.param(["t0", "t1", "t2", "t3"], 2, id="one without a name of its own goes"),
+        pytest.param(["t1", "t2", "t3", "t4"], 3, id="one with a name of its own goes"),
+        pytest.param(["t4", "t3", "t2", "t1", "t0"], 3, id="others come first"),
+        pytest.param(["new", "t1", "t2", "t3", "t4"], 3, id="a new one gets the name that is free"),
+    ],
+)
+def test_what_tenants_without_a_name_of_their_own_have_used_goes_down_with_no_tenant(
+    monkeypatch: pytest.MonkeyPatch, then: list[str], others: int
+):
+    """Where one of more than a hundred left the file, `_others` fell by what one of them had ever used: for a rate a restart of
+    all of them."""
+    monkeypatch.setattr("fleet_router.admission.labels.OWN_MOST", 2)
+    router = Router(Settings("dir:/none", "127.0.0.1", 0, Path("/none")))
+    router.know(parsed(t0={}, t1={}, t2={}, t3={}, t4={}))
+    accounts = dict(router._desk.accounts)
+    for account in accounts.values():
+        account.inflight = 2
+        account.settle(7, "answered", (7, 5), 0)
+
+    def told() -> dict[str, int]:
+        rows = [line.rpartition(" ") for line in router.plain(b"/metrics")[2].decode().splitlines()]
+        return {name: int(value) for name, _, value in rows if 'tenant="_others"' in name}
+
+    requests, tokens, inflight = (
+        f'fleet_router_tenant_{what}' for what in (
+            'requests_total{tenant="_others",result="answered"}', 'tokens_total{tenant="_others",direction="output"}',
+            'inflight{tenant="_others"}',
+        )
+    )  # fmt: skip
+    assert told() | {requests: 3, tokens: 15, inflight: 3} == told()
+    router.know(parsed(**{name: {} for name in then}))
+    assert told() | {requests: 3, tokens: 15, inflight: 3} == told()
+    for account in accounts.values():  # what ran for those that are gone ends
+        account.settle(7, "answered", (7, 5), 0)
+    assert told() | {requests: 6, tokens: 30, inflight: 0} == told()
+    router.know(parsed(**{name: {} for name in then}))
+    assert told() | {requests: 6, tokens: 30, inflight: 0} == told()
+    assert len(router._desk._labels._others) == others
+
+
 @pytest.mark.parametrize("tenants", [None, Path("/none")], ids=["open", "keys"])
 def test_tokens_are_shown_where_they_are_counted(tenants: Path | None):
     router = Router(Settings("dir:/none", "127.0.0.1", 0, tenants))
     if tenants is not None:
         router.know(parsed(acme={}))
-    for account in router._desk.all_accounts():
+    for account in router._desk.accounts.values() or [router._desk._everybody]:
         account.inflight = 1
         account.settle(7, "answered", (7, 5), 0)
     text = router.plain(b"/metrics")[2].decode()
