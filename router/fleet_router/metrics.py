@@ -19,7 +19,7 @@ ITL_BUCKETS_S: Final[tuple[float, ...]] = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.
 
 
 REVISIONS_MOST: Final = 32
-"""Revisions that are counted apart; the one that was first seen is forgotten for the next."""
+"""Revisions that are counted apart; of those without workers the one that was first seen is forgotten for the next."""
 
 
 RELEASED: Final = ("done", "refused", "lost", "late", "unreachable", "dropped")
@@ -76,13 +76,15 @@ class Metrics:
     follow_errors: int = 0
     served: dict[tuple[str, str], Served] = field(default_factory=dict)
     """By (tier, revision)."""
+    live: frozenset[tuple[str, str]] = frozenset()
+    """Those that have workers now: their counters begin anew for nobody."""
 
     def of(self, tier: str, revision: str) -> Served:
         """The counts of one revision."""
         found = self.served.get((tier, revision))
         if found is None:
             if len(self.served) >= REVISIONS_MOST:
-                self.served.pop(next(iter(self.served)))
+                self.served.pop(next((key for key in self.served if key not in self.live), next(iter(self.served))))
             found = self.served[tier, revision] = Served()
         return found
 

@@ -139,7 +139,8 @@ class Router:
         self._context.holding.follow(documents.endpoints.at_zero, self._clock(), served=table.ready(), reached=table.reached())
         if odd := self._desk.follow(config, slots_of(table, config), gone):
             self._journal.say("tenants", tenants=self._desk.tenants, problems=odd[:MOST_PROBLEMS])
-        self._recorder.follow(config.explain, config.traces, config.fleet)
+        self._recorder.follow(config)
+        self._context.metrics.live = frozenset((one.tier, one.revision) for one in documents.endpoints.workers)
         self._know_caches(config)
         self._share.follow(table.workers, self._desk.accounts, table.routing, self._clock())
         if self._link is not None:
@@ -328,15 +329,8 @@ class Router:
     def _tasks(self) -> Iterator[Coroutine[Any, Any, None]]:
         """Everything that runs beside the connections."""
         wanted = self._settings
-        yield from (
-            self._follow(),
-            self._sweep(),
-            self._tick(),
-            self._measure(),
-            self._identify(),
-            self._doubt(),
-            self._close_idle(),
-        )
+        yield from (self._follow(), self._sweep(), self._tick(), self._measure())
+        yield from (self._identify(), self._doubt(), self._close_idle())
         if wanted.tenants is not None:
             yield follow_tenants(wanted.tenants, self.know, partial(self.failed, about="tenants"))
         if self._link is not None:

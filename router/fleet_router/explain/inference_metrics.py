@@ -53,6 +53,8 @@ class Counts:
 
     models: dict[str, _Model] = field(default_factory=dict)
     """By adapter; empty: the model."""
+    live: frozenset[str] = frozenset()
+    """Adapters that may be asked for now: their counters, and the model's, begin anew for nobody."""
     decisions: Histogram = field(default_factory=lambda: Histogram(DECISION_S))
     hits: Histogram = field(default_factory=lambda: Histogram(RATIO))
     """Of the prompts whose way was decided: the share that whoever was chosen has cached."""
@@ -62,7 +64,8 @@ class Counts:
         model = self.models.get(record.adapter)
         if model is None:
             if len(self.models) >= MODELS_MOST:
-                self.models.pop(next(iter(self.models)))
+                gone = (adapter for adapter in self.models if adapter and adapter not in self.live)
+                self.models.pop(next(gone, next(iter(self.models))))
             model = self.models[record.adapter] = _Model()
         model.requests += 1
         model.sizes.observe(record.prompt_bytes)

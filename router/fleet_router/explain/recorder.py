@@ -55,8 +55,10 @@ class Recorder:
         self.troubled: deque[Record] = deque(maxlen=self._bounds.troubled)
         self.refusals: deque[Refused] = deque(maxlen=self._bounds.refused)
 
-    def follow(self, bounds: ExplainBounds, traces: TraceConfig, service: str) -> None:
+    def follow(self, config: RouterConfig) -> None:
         """New sizes, another collector; what is remembered stays as far as it fits."""
+        bounds, traces = config.explain, config.traces
+        self.counts.live = frozenset(config.adapters)
         if bounds != self._bounds:
             self._bounds = bounds
             self.smooth = deque(self.smooth, bounds.records)
@@ -68,7 +70,7 @@ class Recorder:
             self._rate = Bucket(traces.per_second, traces.per_second)
             if self.exporter is not None:
                 self.exporter.stop()
-            self.exporter = Exporter(traces, service, self._clock, self.exported) if traces.endpoint else None
+            self.exporter = Exporter(traces, config.fleet, self._clock, self.exported) if traces.endpoint else None
             if self.exporter is not None:
                 self.exporter.start()
 

@@ -1,0 +1,56 @@
+"""Counters of what comes and goes are bounded, and those of what is still there never go down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fleet_router.config import RouterConfig
+from fleet_router.explain.inference_metrics import MODELS_MOST, Counts
+from fleet_router.explain.record import Record
+from fleet_router.follow.documents import Documents
+from fleet_router.metrics import REVISIONS_MOST
+from fleet_router.process import Router, Settings
+from fleet_wire.endpoints import Endpoint, Endpoints
+from tests.fleet_router.admission.made import ask_of, lane_of
+
+
+def documents(revision: str, *adapters: str) -> Documents:
+    """Of a tier that stays as it is, and one that gets this revision."""
+    ports = {"http_port": 8000, "agent_port": 9000}
+    workers = tuple(
+        Endpoint(name=tier, uid=f"{tier}-{at}", address="127.0.0.1", **ports, role="decode", tier=tier, revision=at, compat="c")
+        for tier, at in (("kept", "first"), ("changed", revision))
+    )
+    config = RouterConfig(fleet="f", served_name="m", adapters=adapters)
+    return Documents(config, Endpoints(fleet="f", namespace="n", workers=workers))
+
+
+def test_a_revision_that_serves_is_not_forgotten_for_those_of_another_tier():
+    """The one that was first seen was: its counters began anew, and the sum over several processes went down by one's, which
+    whoever reads it took for a restart of all."""
+    router = Router(Settings("dir:/none", "127.0.0.1", 0, Path("/none")))
+    metrics = router._context.metrics
+    for number in range(2 * REVISIONS_MOST):
+        router.apply(documents(f"r{number}"))
+        metrics.of("kept", "first").requests += 1
+        metrics.of("changed", f"r{number}").requests += 1
+    assert 'fleet_router_revision_requests_total{tier="kept",revision="first"} 64' in router.plain(b"/metrics")[2].decode()
+    assert len(metrics.served) == REVISIONS_MOST
+    assert ("changed", "r63") in metrics.served
+
+
+def ended(counts: Counts, adapter: str) -> None:
+    ask = ask_of()
+    ask.adapter = adapter
+    counts.ended(Record(("id", "id"), b"/v1/completions", ask, lane_of("acme"), 0.0, False))
+
+
+def test_a_model_and_its_adapters_are_not_forgotten_for_those_that_were_there_once():
+    router = Router(Settings("dir:/none", "127.0.0.1", 0, Path("/none")))
+    counts = router._recorder.counts
+    for number in range(MODELS_MOST):
+        router.apply(documents("r", "kept", f"a{number}"))
+        for adapter in ("", "kept", f"a{number}"):
+            ended(counts, adapter)
+    found = {adapter: model.requests for adapter, model in counts.models.items()}
+    assert (len(found), found[""], found["kept"], found[f"a{MODELS_MOST - 1}"]) == (MODELS_MOST, MODELS_MOST, MODELS_MOST, 1)
