@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from fleet_router.admission.tenants import Decisions
 from fleet_router.errors import RequestError, error_json
 from fleet_router.explain.recorder import Recorder
-from fleet_router.explain.route import answer
+from fleet_router.explain.route import answer, limit_of
 from fleet_router.holding import Holding
 from fleet_router.listening import Listening, wait_of
 from fleet_router.members import Answer, Member, ask_all, ask_each, summed
@@ -127,12 +128,15 @@ def _held_of(answer: Answer | None) -> int:
 
 async def gathered(member: Member, path: bytes, here: Callable[[bytes], Awaitable[Answer]]) -> Answer:
     """/metrics: sums, or nothing: without one of them counters would seem to fall, and running requests to have ended; /ready:
-    ready when all are; /debug/decisions: rows of all, those of this process first."""
+    ready when all are; /debug/decisions: rows of all in turn, as many as were asked for."""
     mine = await here(path)
     answers = [mine, *await ask_all(member, path)]
     if path.startswith(DECISIONS):
-        found = [answer[1] for answer in answers if answer is not None and answer[0] == 200]
-        return (200, b'{"decisions":[%b]}' % b",".join(filter(None, map(_rows, found)))) if found else mine
+        found = [_rows(answer[1]) for answer in answers if answer is not None and answer[0] == 200]
+        if not found:
+            return mine
+        rows = [row for turn in zip_longest(*found) for row in turn if row is not None]
+        return 200, b'{"decisions":[%b]}' % b",".join(rows[: limit_of(path.partition(b" ")[0])])
     silent = (503, b"a process of this router does not answer\n")
     wrong = next((answer or silent for answer in answers if answer is None or answer[0] != 200), None)
     if wrong is not None or path == b"/ready":
@@ -152,6 +156,6 @@ def decisions_here(recorder: Recorder, line: bytes, now: float) -> Answer:
         return error.status, error_json(error, "")
 
 
-def _rows(body: bytes) -> bytes:
+def _rows(body: bytes) -> list[bytes]:
     rows: list[msgspec.Raw] = msgspec.json.decode(body, type=dict[str, list[msgspec.Raw]])["decisions"]
-    return b",".join(bytes(row) for row in rows)
+    return [bytes(row) for row in rows]

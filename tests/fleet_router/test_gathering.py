@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import pytest
 import uvloop
 
 from fleet_router.config import HoldBounds
+from fleet_router.errors import RequestError
 from fleet_router.gathering import gathered, held_by_all
 from fleet_router.holding import Holding
 from fleet_router.listening import wait_of
@@ -130,6 +132,27 @@ def test_decisions_of_all_processes_are_told_with_a_query_and_without(query: str
             writer.close()
         status, body = got.split(b" ", 2)[1], got.partition(b"\r\n\r\n")[2]
         assert (status, body == b'{"decisions":[]}') == ((b"404", False) if "id" in query else (b"200", True))
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(("here", "there", "told"), [(5, 5, "a b a"), (1, 5, "a b b"), (0, 5, "b b b"), (2, 0, "a a")])
+def test_as_many_decisions_are_told_as_were_asked_for_of_all_processes_together(here: int, there: int, told: str):
+    """A router of four processes told four times as many, and behind them nothing of those that were asked last."""
+
+    async def go() -> None:
+        members = [Member.parse(f"{index}/2/{FAMILY}") for index in (0, 1)]
+        routers = [Router(Settings("dir:/none", "127.0.0.1", 0, member=member)) for member in members]
+        for router, name, count in zip(routers, "ab", (here, there), strict=True):
+            for _ in range(count):
+                router._recorder.refused(name, b"/v1/completions", "", RequestError(400, "no"))
+        serving = asyncio.create_task(serve(members[1], routers[1].answer))
+        await asyncio.sleep(0)
+        status, body = await routers[0].gather(b"/debug/decisions?limit=3 all ")
+        found = [row["request_id"] for row in json.loads(body)["decisions"]]
+        assert (status, " ".join(found)) == (200, told)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
 

@@ -53,11 +53,8 @@ def answer(recorder: Recorder, url: bytes, rights: Decisions, tenant: str, clock
     if rights == "none":
         message = "records of decisions need a key with that right (tenants file: decisions), or the router's own host"
         raise RequestError(403, message, code="decisions_not_allowed")
-    try:
-        query = parse_qs(url.partition(b"?")[2].decode("latin-1"), max_num_fields=FIELDS_MOST)
-    except ValueError as error:
-        raise RequestError(400, f"the query has more than {FIELDS_MOST} fields; there are id and limit") from error
-    wanted, limit = query.get("id", [""])[-1][:ID_MOST], _limit(query.get("limit", [str(USUAL)])[-1])
+    query = _query(url)
+    wanted, limit = query.get("id", [""])[-1][:ID_MOST], _limit(query)
     only = tenant if rights == "own" else None
     found = list(islice(_rows(recorder, wanted, only, time.time() - clock_s), limit))
     if wanted and not found:
@@ -76,7 +73,20 @@ def _rows(recorder: Recorder, wanted: str, only: str | None, epoch_s: float) -> 
             yield refused(one, epoch_s)
 
 
-def _limit(text: str) -> int:
+def limit_of(url: bytes) -> int:
+    """How many records are asked for; RequestError 400 for a bad query."""
+    return _limit(_query(url))
+
+
+def _query(url: bytes) -> dict[str, list[str]]:
+    try:
+        return parse_qs(url.partition(b"?")[2].decode("latin-1"), max_num_fields=FIELDS_MOST)
+    except ValueError as error:
+        raise RequestError(400, f"the query has more than {FIELDS_MOST} fields; there are id and limit") from error
+
+
+def _limit(query: Mapping[str, list[str]]) -> int:
+    text = query.get("limit", [str(USUAL)])[-1]
     if not (text.isascii() and text.isdigit() and len(text) <= len(str(MOST)) and 1 <= int(text) <= MOST):
         raise RequestError(400, f"limit must be a number between 1 and {MOST}", param="limit")
     return int(text)
