@@ -6,6 +6,9 @@ the tokens in the event are hashed, and their name is only remembered for its re
 block was computed: of a tenant's prompts only those workers are believed whose names do. Blocks in a slower medium than the
 worker's own (offloaded to memory or disk) count for SLOW_WORTH: they are copied, not computed.
 
+vLLM keeps a block once for each request that computed it at the same time, and tells of each copy that comes and goes: a block is
+gone with its last one.
+
 A hybrid model's groups of layers store and drop blocks of the same names each by itself. One of them speaks: that of full
 attention, which keeps a prefix whole.
 """
@@ -35,7 +38,7 @@ def key_of(digest: bytes) -> int:
 class Holding:
     """What one worker holds."""
 
-    __slots__ = ("bit", "block_tokens", "compat", "group", "media", "proven", "roots", "unproven", "whole")
+    __slots__ = ("bit", "block_tokens", "compat", "copies", "group", "media", "proven", "roots", "unproven", "whole")
 
     def __init__(self, bit: int, compat: str) -> None:
         self.bit = bit
@@ -48,6 +51,8 @@ class Holding:
         """It is of WHOLE."""
         self.media: dict[str, dict[Name, bytes]] = {}
         """Medium → the worker's name → our hash. The first medium is its fastest."""
+        self.copies: dict[tuple[str, Name], int] = {}
+        """(medium, name) of blocks that it holds more than once: how many times."""
         self.roots: dict[tuple[int, str], bytes] = {}
         """By tokens per block, which are others when its engine begins anew with others, and salt."""
         self.proven: bool | None = None
@@ -58,6 +63,15 @@ class Holding:
 
     def __len__(self) -> int:
         return sum(len(names) for names in self.media.values())
+
+    def lose_copy(self, medium: str, name: Name) -> bool:
+        """One copy of this block is gone; False: it was the only one, as far as is known."""
+        count = self.copies.get((medium, name), 1)
+        if count > 2:
+            self.copies[medium, name] = count - 1
+        elif count == 2:
+            del self.copies[medium, name]
+        return count > 1
 
     def chains(self, event: BlockStored) -> bool | None:
         """What this event shows: a block's name is made of its parent's and its tokens, or is not."""
@@ -124,7 +138,7 @@ class PreciseIndex:
         holding = self._holdings.get(worker)
         if holding is None:
             return
-        media, holding.media = holding.media, {}
+        media, holding.media, holding.copies = holding.media, {}, {}
         holding.proven, holding.unproven = None, []
         holding.group, holding.whole = None, False
         self.lacking &= ~holding.bit
@@ -199,16 +213,20 @@ class PreciseIndex:
             self._stored(holding, one)
 
     def _stored(self, holding: Holding, event: BlockStored) -> None:
-        names = holding.media.setdefault(event.medium or "", {})
-        fast = next(iter(holding.media)) == (event.medium or "")
+        medium = event.medium or ""
+        names = holding.media.setdefault(medium, {})
+        fast = next(iter(holding.media)) == medium
         part = self._capacity // max(1, len(self._holdings))
         room = min(part - len(holding), self._capacity - self._blocks)  # those who were here before may still have larger parts
         parent = event.parent_block_hash
         for i, name in enumerate(event.block_hashes):
+            before, parent = parent, name
+            if name in names:
+                holding.copies[medium, name] = holding.copies.get((medium, name), 1) + 1
+                continue
             tokens = event.token_ids[i * event.block_size : (i + 1) * event.block_size]
-            digest = self._digest(holding, name, parent, tokens, event.lora_name or "")
-            parent = name
-            if digest is None or name in names:
+            digest = self._digest(holding, name, before, tokens, event.lora_name or "")
+            if digest is None:
                 continue
             if room < 1:
                 self.lacking |= holding.bit
@@ -246,6 +264,8 @@ class PreciseIndex:
             return
         fast = next(iter(holding.media)) == medium
         for name in event.block_hashes:
+            if holding.copies and holding.lose_copy(medium, name):
+                continue
             digest = names.pop(name, None)
             if digest is None:
                 continue

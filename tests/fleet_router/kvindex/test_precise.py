@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 import pytest
 import xxhash
@@ -191,24 +193,30 @@ def test_an_engine_that_begins_anew_with_blocks_of_another_size_is_found(lora: s
 
 
 class Worker:
-    """A publisher in memory: what it holds, its log, its buffer."""
+    """A publisher in memory: what it holds, its log, its buffer. As vLLM it has a copy for each time that it computed a block."""
 
     def __init__(self) -> None:
         self.restart(0.0)
 
     def restart(self, ts: float) -> None:
-        self.ts, self.log, self.held = ts, [], set()
+        self.ts, self.log, self.held = ts, [], Counter[bytes]()
 
     def store(self, depth: int) -> None:
         self.ts += 1
-        self.held |= set(NAMES[:depth])
+        self.held.update(NAMES[:depth])
         self.log.append(batch(stored(NAMES[:depth]), ts=self.ts))
 
     def evict(self, depth: int) -> None:
+        self._gone([name for name in NAMES[depth:] for _ in range(self.held[name])])
+
+    def evict_copies(self, depth: int) -> None:
+        """One of each."""
+        self._gone([name for name in NAMES[depth:] if self.held[name]])
+
+    def _gone(self, names: list[bytes]) -> None:
         self.ts += 1
-        gone = [name for name in NAMES[depth:] if name in self.held]
-        self.held -= set(gone)
-        self.log.append(batch(BlockRemoved(gone, "GPU"), ts=self.ts))
+        self.held -= Counter(names)
+        self.log.append(batch(*(BlockRemoved([name], "GPU") for name in names), ts=self.ts))
 
 
 class Rig:
@@ -422,14 +430,19 @@ def test_silence_where_there_should_be_events_ends_the_trust_and_an_event_brings
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.sampled_from(["store", "evict", "lose", "publish", "answer", "restart", "reconnect"]), max_size=40), st.data())
+@given(
+    st.lists(
+        st.sampled_from(["store", "evict", "evict_copies", "lose", "publish", "answer", "restart", "reconnect"]), max_size=40
+    ),
+    st.data(),
+)
 def test_whatever_is_lost_the_end_is_the_truth(steps: list[str], data: st.DataObject):
     """And at no moment is an index believed that says something else than the worker had published when it was last heard."""
     rig = Rig()
     rig.believed.connected("w", 0.0)
     for step in steps:
         rig.now += 1.0
-        if step in ("store", "evict"):
+        if step in ("store", "evict", "evict_copies"):
             getattr(rig.worker, step)(data.draw(st.integers(0, 10)))
         elif step == "restart":
             rig.worker.restart(rig.worker.ts + 100)
