@@ -138,10 +138,13 @@ class PreciseIndex:
         holding = self._holdings.get(worker)
         if holding is None:
             return
-        media, holding.media, holding.copies = holding.media, {}, {}
+        self._drop_blocks(holding)
         holding.proven, holding.unproven = None, []
         holding.group, holding.whole = None, False
         self.lacking &= ~holding.bit
+
+    def _drop_blocks(self, holding: Holding) -> None:
+        media, holding.media, holding.copies = holding.media, {}, {}
         for names in media.values():
             self._blocks -= len(names)
             for digest in names.values():
@@ -199,9 +202,8 @@ class PreciseIndex:
 
     def _told(self, holding: Holding, event: BlockStored) -> None:
         """Kept for later while nothing has shown what its names are."""
-        if event.block_size < 1:
+        if event.block_size < 1 or not self._sized(holding, event.block_size):
             return
-        holding.block_tokens = event.block_size
         shown = holding.chains(event)
         if shown is None and holding.proven is None and event.token_ids and len(holding.unproven) < UNPROVEN_MOST:
             holding.unproven.append(event)
@@ -211,6 +213,18 @@ class PreciseIndex:
         kept, holding.unproven = holding.unproven, []
         for one in (*kept, event):
             self._stored(holding, one)
+
+    def _sized(self, holding: Holding, size: int) -> bool:
+        """It is of the size that the worker's blocks have. vLLM tells of the end of a prompt that fills no block as of a smaller
+        one (a hybrid model's, whose groups differ); such ends are passed over, and forgotten where they were all there is."""
+        if size != holding.block_tokens:
+            if len(holding) or holding.unproven:
+                if size < holding.block_tokens:
+                    return False
+                self._drop_blocks(holding)
+                holding.unproven = []
+            holding.block_tokens = size
+        return True
 
     def _stored(self, holding: Holding, event: BlockStored) -> None:
         medium = event.medium or ""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from fleet_router.kvindex.precise import key_of
+from fleet_wire.blocks import chain, root_hash
 from fleet_wire.events import AllBlocksCleared, BlockRemoved
 from tests.fleet_router.kvindex.test_precise import KEYS, NAMES, TOKENS, index, stored
 
@@ -28,3 +31,25 @@ def test_a_block_is_gone_with_its_last_copy(names: list[bytes], medium: str):
         made.apply("a", [stored(names[:4], TOKENS[:16], medium=medium)])
     made.apply("a", [AllBlocksCleared(), stored(names[:4], TOKENS[:16], medium=medium), BlockRemoved(names[3:4], medium)])
     assert made.depths(KEYS) == [(3, 1)]
+
+
+OTHERS = [bytes([i]) * 32 for i in range(20)]
+
+
+@pytest.mark.parametrize("lora", [None, "billing"])
+@pytest.mark.parametrize("tail_first", [False, True])
+def test_the_end_of_a_prompt_that_fills_no_block_is_none(tail_first: bool, lora: str | None):
+    """vLLM tells of it as of a block of fewer tokens, where a hybrid model's groups have blocks of several sizes: prompts were cut
+    into pieces of that size from there on, and the worker was believed to hold nothing of any."""
+    made = index()
+    whole = msgspec.structs.replace(stored(OTHERS[:2], TOKENS[:16], lora=lora), block_size=8, group_idx=0)
+    more = msgspec.structs.replace(stored(OTHERS[2:3], TOKENS[16:24], OTHERS[1], lora=lora), block_size=8, group_idx=0)
+    tails = [stored([name], TOKENS[:4], None, lora=lora) for name in OTHERS[10:12]]
+    tails += [stored([OTHERS[12]], TOKENS[16:20], OTHERS[1], lora=lora)]
+    made.apply("a", [*tails[:2], whole] if tail_first else [whole, *tails])
+    made.apply("a", [tails[2], more, tails[0], BlockRemoved(OTHERS[10:13], "GPU", 0)])
+    keys = [key_of(name) for name in chain(root_hash("c", 8, lora or ""), TOKENS, 8)]
+    assert (made.layouts(), made.depths(keys), len(made)) == ({("c", 8)}, [(3, 1)], 3)
+    made.clear("a")
+    made.apply("a", [stored(OTHERS[:2], TOKENS[:8])])  # its next life has smaller ones
+    assert (made.layouts(), made.depths(KEYS)) == ({("c", 4)}, [(2, 1)])
