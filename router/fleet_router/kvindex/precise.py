@@ -26,6 +26,8 @@ from fleet_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 Name = bytes | int
 SLOW_WORTH = 0.75
 UNPROVEN_MOST = 64
+FASTEST = "GPU"
+"""Whatever a worker tells of before: who begins to listen late may hear of its offloaded blocks first."""
 WHOLE = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 """Kinds of groups that keep every block of a prefix."""
 
@@ -50,7 +52,7 @@ class Holding:
         self.whole = False
         """It is of WHOLE."""
         self.media: dict[str, dict[Name, bytes]] = {}
-        """Medium → the worker's name → our hash. The first medium is its fastest."""
+        """Medium → the worker's name → our hash. The first medium is its fastest: FASTEST, or what came first."""
         self.copies: dict[tuple[str, Name], int] = {}
         """(medium, name) of blocks that it holds more than once: how many times."""
         self.roots: dict[tuple[int, str], bytes] = {}
@@ -226,9 +228,22 @@ class PreciseIndex:
             holding.block_tokens = size
         return True
 
+    def _in_medium(self, holding: Holding, medium: str) -> dict[Name, bytes]:
+        """Names of its blocks there. What it told of before its fastest medium is slower after all."""
+        names = holding.media.get(medium)
+        if names is None:
+            names = holding.media[medium] = {}
+            if medium == FASTEST:
+                others, holding.media = holding.media, {FASTEST: names}
+                holding.media |= others
+                for digest in (digest for slower in others.values() for digest in slower.values()):
+                    drop_bit(self._fast, key := key_of(digest), holding.bit)
+                    self._slow[key] = self._slow.get(key, 0) | holding.bit
+        return names
+
     def _stored(self, holding: Holding, event: BlockStored) -> None:
         medium = event.medium or ""
-        names = holding.media.setdefault(medium, {})
+        names = self._in_medium(holding, medium)
         fast = next(iter(holding.media)) == medium
         part = self._capacity // max(1, len(self._holdings))
         room = min(part - len(holding), self._capacity - self._blocks)  # those who were here before may still have larger parts

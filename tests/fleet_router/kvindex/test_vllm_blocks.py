@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fleet_router.kvindex.precise import key_of
+from fleet_router.kvindex.precise import SLOW_WORTH, key_of
 from fleet_wire.blocks import chain, root_hash
 from fleet_wire.events import AllBlocksCleared, BlockRemoved
 from tests.fleet_router.kvindex.test_precise import KEYS, NAMES, TOKENS, index, stored
@@ -39,8 +39,8 @@ OTHERS = [bytes([i]) * 32 for i in range(20)]
 @pytest.mark.parametrize("lora", [None, "billing"])
 @pytest.mark.parametrize("tail_first", [False, True])
 def test_the_end_of_a_prompt_that_fills_no_block_is_none(tail_first: bool, lora: str | None):
-    """vLLM tells of it as of a block of fewer tokens, where a hybrid model's groups have blocks of several sizes: prompts were cut
-    into pieces of that size from there on, and the worker was believed to hold nothing of any."""
+    """vLLM tells of it as of a block of fewer tokens, where a hybrid model's groups have blocks of several sizes: prompts were
+    cut into pieces of that size from there on, and the worker was believed to hold nothing of any."""
     made = index()
     whole = msgspec.structs.replace(stored(OTHERS[:2], TOKENS[:16], lora=lora), block_size=8, group_idx=0)
     more = msgspec.structs.replace(stored(OTHERS[2:3], TOKENS[16:24], OTHERS[1], lora=lora), block_size=8, group_idx=0)
@@ -53,3 +53,18 @@ def test_the_end_of_a_prompt_that_fills_no_block_is_none(tail_first: bool, lora:
     made.clear("a")
     made.apply("a", [stored(OTHERS[:2], TOKENS[:8])])  # its next life has smaller ones
     assert (made.layouts(), made.depths(KEYS)) == ({("c", 4)}, [(2, 1)])
+
+
+def test_whoever_hears_of_offloaded_blocks_first_knows_which_are_the_fast_ones():
+    """A router that begins late is told what the worker has published last: where that began with a block in its host's memory,
+    what was on the GPU counted for less than what had to be copied there, until one of the two began anew."""
+    made = index()
+    made.apply("a", [stored(NAMES[:6], medium="CPU"), stored(NAMES[6:7], medium="STORAGE"), stored(NAMES[:4])])
+    assert made.depths(KEYS) == [(4 + SLOW_WORTH * 3, 1)]
+    made.apply("a", [BlockRemoved(NAMES[6:7], "STORAGE"), BlockRemoved(NAMES[4:6], "CPU"), BlockRemoved(NAMES[2:4], "GPU")])
+    assert made.depths(KEYS) == [(2 + SLOW_WORTH * 2, 1)]
+    made.apply("b", [stored(NAMES[:6], medium="CPU")])  # of one without a GPU
+    assert made.depths(KEYS) == [(6, 2), (2 + SLOW_WORTH * 2, 1)]
+    made.remove("a")
+    made.remove("b")
+    assert (made._fast, made._slow, len(made)) == ({}, {}, 0)
