@@ -9,15 +9,17 @@ from collections.abc import Sequence
 
 from fleet_router.kvindex.precise import PreciseIndex
 from fleet_router.kvindex.stream import EventStream, State
-from fleet_wire.events import KVEventBatch
+from fleet_wire.events import BlockStored, KVEventBatch
 
 Numbered = tuple[int, KVEventBatch]
 HELD_MOST = 1_000
 """Live batches that wait for a replay; more are dropped, and are then the next gap."""
+HELD_TOKENS_MOST = 4_000_000
+"""Token ids in those of all workers together, 40 bytes each; a worker has an equal part."""
 
 
 class _Source:
-    __slots__ = ("bit", "first", "held", "stream", "up")
+    __slots__ = ("bit", "first", "held", "held_tokens", "stream", "up")
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
@@ -25,8 +27,14 @@ class _Source:
         self.first: int | None = None
         """First number of the replay that is coming in, from which on nothing is missing."""
         self.held: list[Numbered] = []
+        self.held_tokens = 0
         self.up = False
         """It was heard of since the connection broke."""
+
+    def let_go(self) -> list[Numbered]:
+        """What was held."""
+        held, self.held, self.held_tokens = self.held, [], 0
+        return held
 
 
 class Believed:
@@ -107,8 +115,7 @@ class Believed:
             source.stream.broke_off(asked_from, first, now)
             return
         source.stream.replayed(asked_from, first)
-        held, source.held = source.held, []
-        for number, batch in held:
+        for number, batch in source.let_go():
             # one that still wants a replay is of another life, or `check` asks for it: not at once, for ever
             if source.stream.judge(number, batch.ts) != "replay":
                 self.live(worker, number, batch, now)
@@ -119,9 +126,9 @@ class Believed:
         source = self._sources.get(worker)
         if source is None or source.stream.asked_at is None:
             return
-        stream, held, source.held = source.stream, source.held, []
+        stream = source.stream
         stream.not_replayed()
-        for number, batch in held:
+        for number, batch in source.let_go():
             if stream.expected is not None and number < stream.expected and batch.ts <= stream.last_ts:
                 continue  # heard twice
             if number != stream.expected:
@@ -144,8 +151,10 @@ class Believed:
         self._retrust()
 
     def _hold(self, source: _Source, number: int, batch: KVEventBatch) -> None:
-        if len(source.held) < HELD_MOST:
+        tokens = source.held_tokens + sum(len(event.token_ids) for event in batch.events if isinstance(event, BlockStored))
+        if len(source.held) < HELD_MOST and tokens <= HELD_TOKENS_MOST // len(self._sources):
             source.held.append((number, batch))
+            source.held_tokens = tokens
 
     def _ask(self, worker: str, source: _Source, now: float) -> None:
         self._retrust()
@@ -163,7 +172,8 @@ class Believed:
     def _forget(self, worker: str, source: _Source) -> None:
         self.index.clear(worker)
         source.stream.lost()
-        source.first, source.held, source.up = None, [], False
+        source.first, source.up = None, False
+        source.let_go()
         self._retrust()
 
     def _retrust(self) -> None:

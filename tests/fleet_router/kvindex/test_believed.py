@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleet_router.kvindex.believed import Believed
+from fleet_router.kvindex.believed import HELD_TOKENS_MOST, Believed
 from fleet_router.kvindex.stream import REPLAY_AGAIN_S
 from tests.fleet_router.kvindex.test_precise import KEYS, NAMES, Rig, batch, stored
 
@@ -72,3 +72,26 @@ def test_a_batch_that_no_replay_has_is_not_asked_for_again_and_again(held: int):
     assert (believed.state("a"), believed.trusted) == ("live", 1)
     believed.live("a", 1, batch(stored(NAMES[2:3])), REPLAY_AGAIN_S)
     assert believed.index.depths(KEYS) == [(3, 1)]
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_what_waits_for_a_replay_that_never_comes_is_bounded_by_its_tokens(workers: int):
+    """A thousand batches of 8,192 tokens are 350 MB, of each worker whose replay port says nothing."""
+    believed, tokens = Believed(1000), list(range(40_000))
+    for index in range(workers):
+        believed.join(f"w{index}", 1 << index, "c")
+        believed.connected(f"w{index}", 0.0)
+    for number in range(200):
+        for index in range(workers):
+            believed.live(f"w{index}", number, batch(stored([number], tokens)), 0.0)
+    sources = believed._sources.values()
+    held = [sum(len(event.token_ids) for _, told in source.held for event in told.events) for source in sources]
+    assert HELD_TOKENS_MOST * 0.9 < sum(held) <= HELD_TOKENS_MOST
+    assert max(held) <= HELD_TOKENS_MOST // workers
+    count = len(believed._sources["w0"].held)
+    believed.replayed("w0", 0, [], 1.0, last=True, whole=True)  # nothing before what was heard
+    believed.asks = []
+    believed.live("w0", 200, batch(stored(NAMES[:1])), 1.0)
+    assert believed.asks == [("w0", count)]  # those that were not held are the next gap
+    believed.replayed("w0", count, [(number, batch()) for number in range(count, 201)], 1.1, last=True, whole=True)
+    assert (believed.state("w0"), believed._sources["w0"].held_tokens) == ("live", 0)
