@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from fleet_router.follow import kvevents
-from fleet_router.follow.kvevents import Connected, EventReader, Live, Lost, Message, Replayed
+from fleet_router.follow.kvevents import PARCEL, Connected, EventReader, Live, Lost, Message, Replayed, parcels
 from fleet_wire.events import AllBlocksCleared, KVEventBatch, encode
 
 TS = msgspec.msgpack.encode(1.0)
@@ -108,6 +108,21 @@ def test_a_replay_of_a_life_that_is_over_is_not_told(monkeypatch: pytest.MonkeyP
     finally:
         context.destroy(linger=0)
         reader.stop()
+
+
+def test_the_loop_takes_few_batches_at_a_time_of_however_many_workers():
+    """All that had come of all workers was applied in one turn of the loop: when a router began beside fifty, each stream stood
+    for tens of milliseconds, again and again."""
+    batch = KVEventBatch(1.0, [])
+    told: list[Message] = [Connected("w")]
+    told += [Live(f"w{number % 50}", number, batch) for number in range(50 * PARCEL)]
+    told += [Replayed("w", 0, [(number, batch) for number in range(PARCEL)], last=False) for _ in range(5)]
+    found = list(parcels(told))
+    assert [message for parcel in found for message in parcel] == told
+    sizes = [sum(len(one.batches) if isinstance(one, Replayed) else 1 for one in parcel) for parcel in found]
+    assert max(sizes) <= 2 * PARCEL
+    assert len(found) <= 50 + 5 + 1
+    assert list(parcels([])) == []
 
 
 def keeps_alive(port: int) -> bool:

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import zmq
@@ -150,9 +150,9 @@ class EventReader:
                 with contextlib.suppress(zmq.ZMQError):  # an address that is none, no socket left: it is not believed
                     self._orders.popleft()()
             self._end_late_replays()
-            if self._out:
-                out, self._out = self._out, []
-                self._deliver(out)
+            out, self._out = self._out, []
+            for parcel in parcels(out):
+                self._deliver(parcel)
         for worker in list(self._sources):
             self._close(worker)
         for asked in list(self._replays):
@@ -264,6 +264,19 @@ class EventReader:
         del self._replays[asked]
         self._poller.unregister(asked)
         asked.close()  # type: ignore[attr-defined]
+
+
+def parcels(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """In order; of each worker up to PARCEL batches were read, and there may be a hundred workers."""
+    parcel, batches = list[Message](), 0
+    for message in messages:
+        parcel.append(message)
+        batches += len(message.batches) if isinstance(message, Replayed) else 1
+        if batches >= PARCEL:
+            yield parcel
+            parcel, batches = [], 0
+    if parcel:
+        yield parcel
 
 
 def _batch(number: bytes, payload: bytes) -> tuple[int, KVEventBatch] | None:
