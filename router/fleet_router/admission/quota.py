@@ -37,8 +37,8 @@ NOTHING_TOLD: Final[Told] = (b"", b"")
 class Account:
     """One tenant's quotas and counts; the time comes in as nanoseconds of any clock that never goes back."""
 
-    __slots__ = ("_of_requests", "_of_tokens", "concurrency", "counts", "elsewhere", "inflight", "input_tokens", "name",
-                 "output_tokens", "requests", "tokens", "waiting")  # fmt: skip
+    __slots__ = ("_of_requests", "_of_tokens", "changed", "concurrency", "counts", "elsewhere", "inflight", "input_tokens",
+                 "name", "output_tokens", "requests", "tokens", "waiting")  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -50,6 +50,8 @@ class Account:
         self.elsewhere = 0
         """The same at other routers, as far as they say."""
         self.waiting = 0
+        self.changed = True
+        """What other routers hear of it may be another than when it was last looked at."""
         self.counts = dict.fromkeys((*REASONS, *OUTCOMES), 0)
         self.input_tokens = self.output_tokens = 0
         self._of_requests = self._of_tokens = NOTHING_TOLD
@@ -61,6 +63,7 @@ class Account:
 
     def follow(self, tenant: Tenant, now_ns: int) -> None:
         """New limits; what was used stays used."""
+        self.changed = True
         self.concurrency = tenant.concurrency
         rps, tpm = tenant.requests_per_second, tenant.tokens_per_minute
         burst = tenant.requests_burst or max(1, ceil(rps or 0))
@@ -82,11 +85,13 @@ class Account:
         if requests is not None:
             requests.take(1, now_ns)
         self.inflight += 1
+        self.changed = True
         return None
 
     def settle(self, charged: int, outcome: Outcome, used: tuple[int, int], now_ns: int) -> None:
         """The request ended; `used` are its (input, output) tokens, looked at when it was answered. Exactly once per charge."""
         self.inflight -= 1
+        self.changed = True
         self.counts[outcome] += 1
         if outcome == "answered":
             self.input_tokens += used[0]

@@ -8,6 +8,7 @@ for. Messages of a sender count in rising order; an older one, or the same again
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -24,8 +25,8 @@ NUMBERS_AHEAD: Final = 10_000
 """Datagrams that a sender may have numbered in a time, nearly twice what it sends at most: a number far above would make all that
 it says from then on an older one."""
 MOST_PEERS: Final = 256
-MOST_KNOWN: Final = 8_192
-"""Rows of one sender."""
+MOST_KNOWN: Final = 16_384
+"""Rows of one sender; a fleet may have ten thousand tenants."""
 
 
 class WorkerLoad(msgspec.Struct):
@@ -53,18 +54,20 @@ class _Rows(Generic[Row]):
 
     def __init__(self) -> None:
         self.rows: dict[int, tuple[Row, float]] = {}
-        """Name → what was said last, and when."""
+        """Name → what was said last, and when; said longest ago first."""
 
     def take(self, name: int, row: Row, now: float) -> tuple[Row | None, bool]:
         """(what was said before, whether that is so long ago that counters are to be taken from here on)."""
         before = self.rows.get(name)
+        if before is not None and now > before[1]:
+            del self.rows[name]  # to the end
         if before is not None or len(self.rows) < MOST_KNOWN:
             self.rows[name] = (row, now)
         return (before[0], now - before[1] > ROW_S) if before is not None else (None, False)
 
     def stale(self, now: float) -> list[int]:
         """Rows that nobody repeated."""
-        return [name for name, (_, said_at) in self.rows.items() if now - said_at > ROW_S]
+        return [name for name, _ in takewhile(lambda row: now - row[1][1] > ROW_S, self.rows.items())]
 
 
 class _Peer:
@@ -199,5 +202,5 @@ def _look(totals: dict[int, Total], name: int) -> Total:
 
 def _forget(rows: dict[int, tuple[Row, float]], heard_at: float) -> None:
     """What their sender has not said for so long, though it spoke until `heard_at`: of one that is not heard nobody knows."""
-    for name in [name for name, (_, said_at) in rows.items() if heard_at - said_at > FORGET_S]:
+    for name in [name for name, _ in takewhile(lambda row: heard_at - row[1][1] > FORGET_S, rows.items())]:
         del rows[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice, takewhile
 from typing import Final
 
 import msgspec
@@ -17,11 +18,12 @@ MOST_DATAGRAMS: Final = 24
 """In one round. What does not fit waits for the next one, and hints are dropped."""
 LOAD_BYTES: Final = 9 + 5 + 5 + 9 + 9 + 1
 USE_BYTES: Final = 9 + 5 + 9 + 9 + 1
+MOST_USES: Final = MOST_DATAGRAMS * (DATAGRAM_BYTES // USE_BYTES)
+"""No more fit into a round."""
 KEY_BYTES: Final = 9
 HEAD_BYTES: Final = MAC_BYTES + 1 + 1 + 4 * 9 + 3 * 3
 
 Row = Load | Use | Hint
-Said = Mapping[int, tuple[Load, float]] | Mapping[int, tuple[Use, float]]
 
 
 class Report:
@@ -33,30 +35,48 @@ class Report:
         self._number = 0
         self._loads: dict[int, tuple[Load, float]] = {}
         self._uses: dict[int, tuple[Use, float]] = {}
+        """Those that were said longest ago first."""
+        self._later: dict[int, Use] = {}
+        """What is another than was said, or was never said."""
         self._hints: dict[tuple[int, int], float] = {}
         """(worker, last key) → when it was told; the oldest first."""
         self._spoke_at = -REFRESH_S
 
     def next(self, loads: Iterable[Load], uses: Iterable[Use], hints: Iterable[Hint], now: float, stamp_ms: int) -> list[Message]:
-        """The datagrams of this round; none when there is nothing new, but one a second anyhow."""
-        said: list[Row] = [row for row in loads if self._is_news(self._loads, row.worker, row, now)]
-        said += [row for row in uses if self._is_news(self._uses, row.tenant, row, now)]
+        """The datagrams of this round; none when there is nothing new, but one a second anyhow. `uses`: of every tenant that has
+        changed since the last round, others do no harm."""
+        said: list[Row] = [row for row in loads if self._is_news(row, now)]
+        said += self._uses_to_say(uses, now)
         said += [hint for hint in hints if self._is_new_hint(hint, now)]
         if not said and now - self._spoke_at < REFRESH_S:
             return []
         self._spoke_at = now
         out = []
-        for part in list(_packed(said))[:MOST_DATAGRAMS]:
+        for part in islice(_packed(said), MOST_DATAGRAMS):
             self._note(part, now)
             out.append(self._message(part, now, stamp_ms))
         return out
 
-    @staticmethod
-    def _is_news(known: Said, name: int, row: Load | Use, now: float) -> bool:
-        before = known.get(name)
+    def _is_news(self, row: Load, now: float) -> bool:
+        before = self._loads.get(row.worker)
         if before is None:
             return any(msgspec.structs.astuple(row)[1:])
         return before[0] != row or now - before[1] >= REFRESH_S
+
+    def _uses_to_say(self, uses: Iterable[Use], now: float) -> list[Use]:
+        """Who was never spoken of, then who was spoken of longest ago: where not all fit into a round it is everybody's turn."""
+        for row in uses:
+            before = self._uses.get(row.tenant)
+            if before[0] == row if before is not None else not (row.inflight or row.requests or row.tokens):
+                self._later.pop(row.tenant, None)
+            else:
+                self._later[row.tenant] = row
+        told = self._uses
+        fresh = (row for name, row in self._later.items() if name not in told)
+        due = takewhile(lambda one: now - one[1][1] >= REFRESH_S, told.items())
+        again = (self._later.get(name, row) for name, (row, _) in due)
+        others = (row for name, row in self._later.items() if name in told and now - told[name][1] < REFRESH_S)
+        return list(islice(chain(fresh, again, others), MOST_USES))
 
     def _is_new_hint(self, hint: Hint, now: float) -> bool:
         told_at = self._hints.get((hint.worker, hint.keys[-1]))
@@ -67,7 +87,9 @@ class Report:
             if isinstance(row, Load):
                 self._loads[row.worker] = (row, now)
             elif isinstance(row, Use):
+                self._uses.pop(row.tenant, None)
                 self._uses[row.tenant] = (row, now)
+                self._later.pop(row.tenant, None)
             else:
                 self._hints.pop((row.worker, row.keys[-1]), None)
                 self._hints[row.worker, row.keys[-1]] = now
@@ -92,6 +114,7 @@ class Report:
         """Only these exist still."""
         self._loads = {name: row for name, row in self._loads.items() if name in workers}
         self._uses = {name: row for name, row in self._uses.items() if name in tenants}
+        self._later = {name: row for name, row in self._later.items() if name in tenants}
 
 
 def hint_of(worker: int, keys: Sequence[int]) -> Hint:

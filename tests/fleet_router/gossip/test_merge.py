@@ -209,3 +209,28 @@ def test_however_much_there_is_to_say_datagrams_are_bounded_and_nothing_that_mat
             heard.take(message, step * 0.02)
     workers, tenants = heard.changes()
     assert (len(workers), len(tenants)) == (1_024, 100)
+
+
+def test_where_not_all_fit_into_a_round_it_is_every_tenants_turn():
+    """Forty processes hear a round each 200 ms, of ten thousand tenants 840 at a time: those behind the first four thousand were
+    never spoken of, and had their quota at each process."""
+    report, heard, round_s = Report(A, 0.0), Peers(US), 0.2
+    uses, told = [Use(name, 1, 5, 50) for name in range(10_000)], dict.fromkeys(range(10_001), 0.0)
+    for step in range(60):
+        now = step * round_s
+        if step == 30:
+            uses = [Use(10_000, 1, 1, 1), *uses[1:], Use(0, 2, 6, 60)]
+        for message in report.next([], uses, [], now, 0):
+            heard.take(message, now)
+            for row in message.uses:
+                assert now - told[row.tenant] < ROW_S or row.tenant == 10_000
+                told[row.tenant] = now
+        if step >= 12:
+            assert min(list(told.values())[:10_000]) > now - ROW_S
+        heard.expire(now)
+        if step == 30:
+            assert told[10_000] == now
+    assert [heard.use(name) for name in (0, 1, 9_999, 10_000)] == [2, 1, 1, 1]
+    assert heard.changes()[1][0].requests == 6
+    report.forget(set(), {1})
+    assert (list(report._uses), report._later) == ([1], {})

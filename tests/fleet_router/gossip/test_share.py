@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -236,3 +237,31 @@ def test_a_refund_at_one_router_is_one_at_all():
         a.account.settle(1_000, "failed", (0, 0), int(0.1e9))
     exchange([a, b], 0.1)
     assert (used, b.account.tokens.left(int(0.1e9))) == (2_000, 6_000)
+
+
+def test_a_round_looks_at_those_tenants_alone_that_have_changed():
+    """With ten thousand of them, none of which asked for anything, a round took 12 ms, for which each stream stood, and a third
+    of a core."""
+    a, b = met(2)
+    accounts = {name: Account(name) for name in ("acme", "other", "third")}
+    for account in accounts.values():
+        account.follow(TENANT, 0)
+
+    def looked_at() -> set[int]:
+        return {row.tenant for row in a.share._uses()}
+
+    a.share.follow(a.workers, accounts, a.routing, 0.1)
+    assert looked_at() == set(map(name_of, accounts))
+    assert looked_at() == set()
+    for deed in (
+        lambda: accounts["other"].charge(1, 0),
+        lambda: accounts["other"].settle(1, "answered", (1, 1), 0),
+        lambda: accounts["other"].follow(msgspec.structs.replace(TENANT, requests_per_second=None), 0),
+    ):
+        deed()
+        assert (looked_at(), looked_at()) == ({name_of("other")}, set())
+    assert accounts["third"].charge(1, 0) is None
+    a.share.follow(a.workers, accounts, a.routing, 0.2)
+    exchange([a, b], 0.3)
+    b.share.follow(b.workers, {"third": Account("third")}, b.routing, 0.4)
+    assert b.share._accounts[name_of("third")].elsewhere == 1
