@@ -283,9 +283,14 @@ class Knowledge:
             if compat == endpoint.compat and (counted.ids or self._alike.get(compat)):
                 self.believed.answered(worker, keys, now)
 
+    def _state(self, worker: str) -> str:
+        """Of its stream; `lacking`: nothing is missing of what it said, but here was no room for it."""
+        state = self.believed.state(worker) or "none"
+        return "lacking" if state == "live" and self._bits[worker] & self.believed.index.lacking else state
+
     def lines(self) -> list[str]:
         """Prometheus text: streams by state, blocks, tokens."""
-        states = [self.believed.state(uid) or "none" for uid in self._endpoints]
+        states = [self._state(uid) for uid in self._endpoints]
         out = ["# TYPE fleet_router_kv_streams gauge"]
         out += [f'fleet_router_kv_streams{{state="{state}"}} {states.count(state)}' for state in sorted(set(states))]
         out += ["# TYPE fleet_router_kv_blocks gauge", f"fleet_router_kv_blocks {len(self.believed.index)}"]

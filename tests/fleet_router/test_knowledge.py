@@ -171,6 +171,8 @@ def test_who_holds_more_than_there_is_room_for_is_left_to_the_approximate_index_
             await publisher.settle(lambda: knowledge.believed.index.lacking == 1 - trusted, knowledge)  # noqa: B023
             hints = knowledge.hints(await counted(knowledge, {"prompt": ids}), NO_HINTS)
             assert (hints.blocks, hints.precise) == (((3 * SIZE, 1),), trusted)
+            state = "live" if trusted else "lacking"  # which was live as well, while it was not believed
+            assert f'fleet_router_kv_streams{{state="{state}"}} 1' in knowledge.lines()
 
     run("127.84.0.31", folder, go)
 
