@@ -248,12 +248,14 @@ class PreciseIndex:
         part = self._capacity // max(1, len(self._holdings))
         room = min(part - len(holding), self._capacity - self._blocks)  # those who were here before may still have larger parts
         parent = event.parent_block_hash
+        # vLLM leaves out blocks that a group does not keep, and not their tokens: nobody can tell which are whose
+        told = event.token_ids if len(event.token_ids) == len(event.block_hashes) * event.block_size else []
         for i, name in enumerate(event.block_hashes):
             before, parent = parent, name
             if name in names:
                 holding.copies[medium, name] = holding.copies.get((medium, name), 1) + 1
                 continue
-            tokens = event.token_ids[i * event.block_size : (i + 1) * event.block_size]
+            tokens = told[i * event.block_size : (i + 1) * event.block_size]
             digest = self._digest(holding, name, before, tokens, event.lora_name or "")
             if digest is None:
                 continue

@@ -68,3 +68,13 @@ def test_whoever_hears_of_offloaded_blocks_first_knows_which_are_the_fast_ones()
     made.remove("a")
     made.remove("b")
     assert (made._fast, made._slow, len(made)) == ({}, {}, 0)
+
+
+def test_blocks_of_which_some_were_left_out_are_not_taken_for_those_at_the_beginning():
+    """vLLM names those blocks alone that a sliding window keeps, and gives all tokens: its last blocks were believed to be the
+    prompt's first ones."""
+    made = index()
+    made.apply("a", [stored(OTHERS[6:10], TOKENS)])
+    assert (made.depths(KEYS), len(made)) == ([], 0)
+    made.apply("a", [stored(OTHERS[:10], TOKENS)])
+    assert made.depths(KEYS) == [(10, 1)]
