@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet_router.gossip.link import INTERVAL_S
-from fleet_router.gossip.merge import FORGET_S, MOST_PEERS, ROW_S, Peers, TenantUse, WorkerLoad
+from fleet_router.gossip.merge import FORGET_S, MOST_PEERS, ROW_S, SETTLE_MS, Peers, TenantUse, WorkerLoad
 from fleet_router.gossip.message import DATAGRAM_BYTES, Hint, Load, Message, Refused, Use, parse_keys, seal
 from fleet_router.gossip.report import MOST_DATAGRAMS, REFRESH_S, Report, hint_of
 
@@ -90,8 +90,21 @@ def test_a_router_that_was_there_before_us_has_a_past_that_is_not_ours(age_ms: i
     peers = Peers(US)
     peers.take(said(A, 70, Use(9, 0, 4, 400), age_ms=age_ms), 0.0)
     assert peers.changes()[1].get(9, TenantUse()) == TenantUse(0, 4 if first else 0, first)
-    peers.take(said(A, 90, Use(8, 0, 1, 30), age_ms=age_ms + 6_000), 6.0)  # a tenant that it had never seen
+    later_s = SETTLE_MS / 1000 + 1.0
+    peers.take(said(A, 90, Use(8, 0, 1, 30), age_ms=age_ms + SETTLE_MS + 1_000), later_s)  # a tenant that it had never seen
     assert peers.changes()[1] == {8: TenantUse(0, 1, 30)}
+
+
+def test_all_of_a_past_comes_before_it_is_taken_for_news():
+    """Ten thousand tenants of one that is heard each 750 ms: what came late was charged as if it had just been used."""
+    report, heard = Report(A, -3600.0), Peers(US)
+    uses = [Use(name, 0, 5, 50) for name in range(10_000)]
+    for step in range(30):
+        for message in report.next([], uses, [], step * 0.75, 0):
+            heard.take(message, step * 0.75)
+        assert all(found == TenantUse(0, 0, 0) for found in heard.changes()[1].values())
+    (peer,) = heard._peers.values()
+    assert len(peer.uses.rows) == 10_000
 
 
 def test_what_is_given_back_is_given_back_here():
