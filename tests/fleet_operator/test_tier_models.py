@@ -11,9 +11,12 @@ from fleet_api.parse import parse_fleet
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import NODE, POD, WatchEvent
 from fleet_operator.names import TIER
+from fleet_operator.render.prefetch import render_fetch
 from fleet_operator.render.revision import revision_inputs, template_of
 from fleet_operator.render.worker import pod_spec
 from fleet_operator.settings import Platform
+from fleet_planner.prefetch import model_keys
+from fleet_planner.types import FetchWanted
 from fleet_worker.config import CONFIG_ENV, decode
 from tests.fleet_operator.adapters.test_world import fetchers, node, several
 from tests.fleet_operator.world import NAMESPACE, World, manifest
@@ -125,6 +128,26 @@ def test_inputs_of_a_tier_without_a_model_are_those_of_earlier_operators():
     ((revision, compat),) = templates(found)[:1]
     assert revision == "1b2fd340", "another hash would restart every worker"
     assert compat == "e364703860e51c27", "of new templates: those that are stored keep their own, and pair with their own kind"
+
+
+@pytest.mark.parametrize(
+    ("engine", "args", "reads"),
+    [
+        ({"type": "torch"}, [], "shards"),
+        ({"type": "vllm"}, [], "consolidated"),
+        ({"type": "vllm", "args": ["--load-format=hf"]}, [], "all"),
+        ({"type": "vllm"}, ["--load-format=hf"], "all"),
+    ],
+)
+def test_nodes_fetch_the_weights_that_all_tiers_of_a_model_read(engine: dict[str, Any], args: list[str], reads: str):
+    cached = {**HUB, "cache": {"type": "nodeLocal", "path": "/cache"}}
+    wished = wish(cached)
+    wished["spec"]["engine"] = {**engine, "image": "vllm"}
+    wished["spec"]["tiers"][1]["decode"] = {"args": args}
+    found = parse_fleet(wished)
+    wanted = FetchWanted(name="f-fetch", node="n1", key=model_keys(found)["small"], tier="small")
+    pod = render_fetch(found, wanted, {**wished, "metadata": {"name": "f", "uid": "u"}}, Platform())
+    assert told(pod["spec"])["FLEET_FETCH_WEIGHTS"] == reads
 
 
 def test_nodes_fetch_the_model_of_every_tier():

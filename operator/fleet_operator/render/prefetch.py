@@ -11,9 +11,11 @@ from fleet_operator.names import FETCH, FETCH_NODE, FETCH_ROLE, ROLE, TIER, labe
 from fleet_operator.render.template import rendered, security, tolerations
 from fleet_operator.render.worker import model_volumes, token_env
 from fleet_operator.settings import Platform
+from fleet_planner.prefetch import model_key
 from fleet_planner.roles import ROLES
 from fleet_planner.types import FetchWanted
 from fleet_worker.config import FETCH_ENV
+from fleet_worker.weightfiles import WEIGHTS_ENV, Reads, read_by
 
 REQUESTS: Final = {"cpu": "200m", "memory": "512Mi"}
 DEADLINE_S: Final = 6 * 3600
@@ -37,6 +39,7 @@ def render_fetch(fleet: InferenceFleet, wanted: FetchWanted, owner: Object, plat
                 "command": ["fleet-worker", "fetch"],
                 "env": [
                     {"name": FETCH_ENV, "value": source},
+                    {"name": WEIGHTS_ENV, "value": _read(fleet, wanted.key)},
                     {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the one writable folder of a read-only root
                     *token_env(model),
                     *(rendered(variable) for variable in template.env),
@@ -75,6 +78,15 @@ def render_fetch(fleet: InferenceFleet, wanted: FetchWanted, owner: Object, plat
         },
         "spec": spec,
     }
+
+
+def _read(fleet: InferenceFleet, key: str) -> Reads:
+    """What of a model the engines of all tiers that have it read."""
+    engine, found = fleet.spec.engine, set[Reads]()
+    for tier in fleet.spec.tiers:
+        if model_key(fleet.model_of(tier)) == key:
+            found |= {read_by(engine.type, (*engine.args, *tier.role(role).args), tier.quantization) for role in ROLES}
+    return found.pop() if len(found) == 1 else "all"
 
 
 def fetches_ahead(raw: Object) -> bool:

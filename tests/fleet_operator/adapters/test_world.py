@@ -286,7 +286,8 @@ def test_nodes_fetch_first_and_workers_follow():
         (container,) = spec["containers"]
         assert container["command"] == ["fleet-worker", "fetch"]
         assert {e["name"]: e.get("value") for e in container["env"]} == {
-            "FLEET_FETCH": "hf://org/name@main", "HOME": "/tmp", "HF_TOKEN": None, "FLEET_MODEL_CACHE": "/models/hf",
+            "FLEET_FETCH": "hf://org/name@main", "FLEET_FETCH_WEIGHTS": "shards", "HOME": "/tmp", "HF_TOKEN": None,
+            "FLEET_MODEL_CACHE": "/models/hf",
         }  # fmt: skip
         assert spec["volumes"][0] == {"name": "model", "hostPath": {"path": "/cache", "type": "DirectoryOrCreate"}}
         assert "nvidia.com/gpu" not in json.dumps(container)

@@ -25,7 +25,7 @@ from fleet_worker.agent.alone import alone
 from fleet_worker.agent.errors import ModelError
 from fleet_worker.agent.identity import Identity
 from fleet_worker.agent.life import Life, Load
-from fleet_worker.config import CONFIG_ENV, POD_IP_ENV, POD_NAME_ENV, POD_UID_ENV, KvSettings, Ports, encode
+from fleet_worker.config import CONFIG_ENV, POD_IP_ENV, POD_NAME_ENV, POD_UID_ENV, KvSettings, Ports, WorkerConfig, encode
 from tests.fleet_worker.agent.test_command import config
 from tests.fleet_worker.agent.test_role import FakeEngine, play, until
 
@@ -208,7 +208,7 @@ def test_what_a_fetch_tells_is_noted_between_two_steps_of_the_agents(monkeypatch
     had been told that it was drained, and its SIGTERM then waited for no stream."""
     threads, noted = [], rules.noted
 
-    def fetched(_: str, progress: Callable[[str], None]) -> Path:
+    def fetched(_: WorkerConfig, progress: Callable[[str], None]) -> Path:
         progress("fetching")
         return Path("/m")
 
@@ -220,7 +220,7 @@ def test_what_a_fetch_tells_is_noted_between_two_steps_of_the_agents(monkeypatch
         assert await agent._prepared() == Path("/m")
         assert (threads, agent.state()["detail"]) == ([threading.current_thread()], "fetching")
 
-    monkeypatch.setattr(agent_module, "prepare_model", fetched)
+    monkeypatch.setattr(agent_module, "prepare_for", fetched)
     monkeypatch.setattr(rules, "noted", watched)
     play(scenario, monkeypatch)
 

@@ -28,7 +28,7 @@ from fleet_worker.agent.forward import EventForwarder, ReplayForwarder
 from fleet_worker.agent.group import Leader
 from fleet_worker.agent.identity import Identity
 from fleet_worker.agent.life import Life, Load
-from fleet_worker.agent.prepare import prepare_model
+from fleet_worker.agent.prepare import prepare_for
 from fleet_worker.agent.role import judge
 from fleet_worker.agent.running import Running
 from fleet_worker.agent.scratch import Scratch
@@ -362,7 +362,7 @@ class Agent:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                 here.call_soon_threadsafe(self._note, text)
 
-        return await self._unless_stopped(alone(prepare_model, self._config.model, note))
+        return await self._unless_stopped(alone(prepare_for, self._config, note))
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result, or None as soon as the worker is told to stop."""

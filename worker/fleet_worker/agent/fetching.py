@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from fleet_worker.agent.errors import EXIT_CLEAN, ConfigError
 from fleet_worker.agent.prepare import prepare_model
 from fleet_worker.config import FETCH_ENV
+from fleet_worker.weightfiles import WEIGHTS_ENV, as_reads
 
 
 def fetch_model(env: Mapping[str, str] = os.environ) -> int:
@@ -15,6 +16,6 @@ def fetch_model(env: Mapping[str, str] = os.environ) -> int:
     source = env.get(FETCH_ENV, "")
     if not source.startswith("hf://"):
         raise ConfigError(f"{FETCH_ENV} is {source!r}; an hf:// source is needed")
-    folder = prepare_model(source, lambda words: print(words, flush=True))
+    folder = prepare_model(source, lambda words: print(words, flush=True), as_reads(env.get(WEIGHTS_ENV, "")))
     print(f"{source} is at {folder}", flush=True)
     return EXIT_CLEAN

@@ -4,11 +4,13 @@ huggingface_hub downloads each file beside its place and renames it when it is w
 repository (a prefetch and a worker may meet), a look at the free space before the first byte, and afterwards a comparison of each
 file with the hash that is its name in the cache. A repository that was compared once has a mark and is not read again. The hub's
 list of files is kept once all of them are there: while the hub is away, what is in the cache counts only when it holds that list.
+Weights that a repository holds twice are fetched once (`weightfiles.py`), with a list of their own.
 """
 
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import logging
@@ -16,12 +18,14 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.agent.errors import ModelError
+from fleet_worker.weightfiles import OTHER_FORM, Reads, unread
 
 HF_SCHEME: Final = "hf://"
 CACHE_ENV: Final = "FLEET_MODEL_CACHE"
@@ -30,8 +34,6 @@ OURS: Final = ".inferencefleet"
 """Folder of our locks and marks in the cache."""
 SPARE_BYTES: Final = 64 * 1024 * 1024
 """Kept free on the cache's disk."""
-Listed = dict[str, list[str]]
-"""Commit → names of its files."""
 ORIGINAL: Final = "original/*"
 """The weights once more, in their makers' form, which no engine here reads: of gpt-oss twice 65 GB. vLLM, too, means to leave
 the folder out when it fetches by itself."""
@@ -43,6 +45,30 @@ PASSWORD, QUERY = re.compile(r"(https?://)[^\s/@'\"]*@"), re.compile(r"(https?:/
 NOT_WRITABLE: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 PIECE: Final = 4 * 1024 * 1024
 SHA256, GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which files of a repository: those that match, without weights that are there in another form, too."""
+
+    patterns: tuple[str, ...]
+    reads: Reads = "all"
+
+    def marks(self) -> tuple[str, str]:
+        """What lists of files are called after: of this engine alone, and of all that match."""
+        about = hashlib.sha256(json.dumps(list(self.patterns)).encode()).hexdigest()[:8]
+        return f"{about}-{self.reads}", about
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What the hub has; nothing: it is away."""
+
+    names: dict[str, list[str]] = field(default_factory=dict)
+    """Of the files that are wanted, under their commit."""
+    missing_bytes: int = 0
+    unread: frozenset[str] = frozenset()
+    """What matches and is not wanted."""
 
 
 def split_source(source: str) -> tuple[str, str | None]:
@@ -58,10 +84,12 @@ def cache_folder() -> Path:
     return Path(DEFAULT_CACHE) if Path(DEFAULT_CACHE).is_dir() else Path(tempfile.gettempdir()) / "hf"
 
 
-def fetch(source: str, progress: Callable[[str], None], patterns: Sequence[str]) -> Path:
-    """The folder with those files of an hf:// source that match; ModelError names what is in the way."""
+def fetch(source: str, progress: Callable[[str], None], patterns: Sequence[str], reads: Reads = "all") -> Path:
+    """The folder with those files of an hf:// source that match; ModelError names what is in the way. `reads`: weights in another
+    form than that are left out."""
     from filelock import FileLock, Timeout
 
+    wanted = Wanted(tuple(patterns), reads)
     name, revision = split_source(source)
     cache = cache_folder()
     ours = cache / OURS
@@ -71,11 +99,11 @@ def fetch(source: str, progress: Callable[[str], None], patterns: Sequence[str])
         while True:
             try:
                 with lock.acquire(timeout=LOCK_TELL_S):
-                    return _fetched(source, name, revision, cache, progress, patterns)
+                    return _fetched(source, name, revision, cache, progress, wanted)
             except Timeout:
                 progress(f"waiting: another process fetches {source}")
     except OSError as error:
-        if error.errno in NOT_WRITABLE and (kept := _kept(source, name, revision, cache, progress, patterns)) is not None:
+        if error.errno in NOT_WRITABLE and (kept := _kept(source, name, revision, cache, progress, wanted)) is not None:
             return kept
         if isinstance(error, PermissionError):
             raise ModelError(f"model cache {error.filename or cache} is not writable by user {os.geteuid()}") from error
@@ -84,21 +112,22 @@ def fetch(source: str, progress: Callable[[str], None], patterns: Sequence[str])
 
 
 def _kept(
-    source: str, name: str, revision: str | None, cache: Path, progress: Callable[[str], None], patterns: Sequence[str]
+    source: str, name: str, revision: str | None, cache: Path, progress: Callable[[str], None], wanted: Wanted
 ) -> Path | None:
     """What is in a cache that cannot be written: nothing changes it here, so that no lock is needed. None unless it is whole, and
     what the hub has now, as far as that can be asked."""
     from huggingface_hub import snapshot_download
 
     try:
-        listed, missing = _listed(name, revision, cache, patterns)
-        if missing:
+        listed = _listed(name, revision, cache, wanted)
+        if listed.missing_bytes:
             return None
-        commit = next(iter(listed), revision)
+        commit = next(iter(listed.names), revision)
         found = snapshot_download(
-            name, revision=commit, cache_dir=cache, allow_patterns=list(patterns), ignore_patterns=ORIGINAL, local_files_only=True
-        )
-        _check(source, Path(found), listed, cache, progress, patterns)
+            name, revision=commit, cache_dir=cache, allow_patterns=list(wanted.patterns),
+            ignore_patterns=_left_out(listed, wanted), local_files_only=True,
+        )  # fmt: skip
+        _check(source, Path(found), listed, cache, progress, wanted)
     except ModelError:
         raise
     except Exception:  # as in _fetched; also for what may not be read, or is not there
@@ -106,21 +135,20 @@ def _kept(
     return Path(found)
 
 
-def _fetched(
-    source: str, name: str, revision: str | None, cache: Path, progress: Callable[[str], None], patterns: Sequence[str]
-) -> Path:
+def _fetched(source: str, name: str, revision: str | None, cache: Path, progress: Callable[[str], None], wanted: Wanted) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     progress(f"fetching {source}")
     try:
-        listed = _check_space(source, name, revision, cache, patterns)
+        listed = _check_space(source, name, revision, cache, wanted)
         found = snapshot_download(
-            name, revision=revision, cache_dir=cache, allow_patterns=list(patterns), ignore_patterns=ORIGINAL, max_workers=4
-        )
+            name, revision=revision, cache_dir=cache, allow_patterns=list(wanted.patterns),
+            ignore_patterns=_left_out(listed, wanted), max_workers=4,
+        )  # fmt: skip
         folder = Path(found)
-        if folder.name not in listed:  # the hub came back, or the branch moved, since we asked
-            listed = _listed(name, revision, cache, patterns)[0]
+        if folder.name not in listed.names:  # the hub came back, or the branch moved, since we asked
+            listed = _listed(name, revision, cache, wanted)
     except HFValidationError as error:
         raise ModelError(f"{source}: not a repository name: {error}") from error
     except HfHubHTTPError as error:
@@ -134,49 +162,65 @@ def _fetched(
     except Exception as error:  # of whatever the library is made: a connection that is cut, an answer that is no JSON
         words = f"{type(error).__name__}: {_in_short(error)}"
         raise ModelError(f"{source}: the hub did not answer as one does: {words}") from error
-    _check(source, folder, listed, cache, progress, patterns)
+    _check(source, folder, listed, cache, progress, wanted)
     return folder
 
 
+def _left_out(listed: Listed, wanted: Wanted) -> list[str]:
+    """What the library does not look for. While the hub is away that is all that may have been left out before: our own list says
+    what has to be there."""
+    return [ORIGINAL, *(map(glob.escape, sorted(listed.unread)) if listed.names else OTHER_FORM[wanted.reads])]
+
+
 def _check(
-    source: str, folder: Path, listed: Listed, cache: Path, progress: Callable[[str], None], patterns: Sequence[str]
-) -> None:
-    """ModelError unless the folder holds the hub's files with the hub's bytes."""
-    about = hashlib.sha256(json.dumps(list(patterns)).encode()).hexdigest()[:8]
-    _check_whole(
-        source, folder, listed.get(folder.name), cache / OURS / f"{folder.parent.parent.name[:150]}-{folder.name}-{about}.files"
-    )
+    source: str, folder: Path, listed: Listed, cache: Path, progress: Callable[[str], None], wanted: Wanted
+) -> None:  # fmt: skip
+    """ModelError unless the folder holds the hub's files with the hub's bytes. While the hub is away a list of all that match is
+    good, too: an older worker, or one of another engine, left it."""
+    repository = cache / OURS / f"{folder.parent.parent.name[:150]}-{folder.name}"
+    own, every = (repository.with_name(f"{repository.name}-{about}.files") for about in wanted.marks())
+    names = listed.names.get(folder.name)
+    mark = own if listed.unread or (names is None and own.is_file()) else every
+    _check_whole(source, folder, names, mark)
     progress(f"comparing {source}")
-    _compare(source, folder, cache / OURS / f"{folder.parent.parent.name[:150]}-{folder.name}.compared")
+    _compare(source, folder, repository.with_name(f"{repository.name}.compared"))
 
 
-def _check_space(source: str, name: str, revision: str | None, cache: Path, patterns: Sequence[str]) -> Listed:
+def _check_space(source: str, name: str, revision: str | None, cache: Path, wanted: Wanted) -> Listed:
     """The hub's list; ModelError when what is missing does not fit. A hub that cannot be asked is no reason: all may be there."""
-    listed, needed = _listed(name, revision, cache, patterns)
-    free = shutil.disk_usage(cache).free
+    listed = _listed(name, revision, cache, wanted)
+    needed, free = listed.missing_bytes, shutil.disk_usage(cache).free
     if needed + SPARE_BYTES > free and needed:
         raise ModelError(f"{source}: {needed} bytes are missing, and {cache} has {free} free: the disk is too small")
     return listed
 
 
-def _listed(name: str, revision: str | None, cache: Path, patterns: Sequence[str]) -> tuple[Listed, int]:
-    """(names of the files that the hub has, under their commit, and bytes that are missing here); ({}, 0) when it is away."""
+def _listed(name: str, revision: str | None, cache: Path, wanted: Wanted) -> Listed:
+    """What the hub has, and what of it is missing here."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     _watch_its_log()
     try:
         files = snapshot_download(
-            name, revision=revision, cache_dir=cache, allow_patterns=list(patterns), ignore_patterns=ORIGINAL, dry_run=True
+            name, revision=revision, cache_dir=cache, allow_patterns=list(wanted.patterns), ignore_patterns=ORIGINAL, dry_run=True
         )
     except (LocalEntryNotFoundError, OSError) as error:
         if type(error).__name__.endswith(("NotFoundError", "HTTPError")) and not isinstance(error, LocalEntryNotFoundError):
             raise
-        return {}, 0
-    listed: Listed = {}
-    for file in files:
-        listed.setdefault(file.commit_hash, []).append(file.filename)
-    return listed, sum(file.file_size or 0 for file in files if file.will_download)
+        return Listed()
+    return _of_those([(file.commit_hash, file.filename, file.file_size if file.will_download else 0) for file in files], wanted)
+
+
+def _of_those(files: Iterable[tuple[str, str, int | None]], wanted: Wanted) -> Listed:
+    """(commit, name, bytes that are missing) of each file that matches."""
+    rows = list(files)
+    left_out = unread([name for _, name, _ in rows], wanted.reads)
+    names: dict[str, list[str]] = {}
+    for commit, name, _ in rows:
+        if name not in left_out:
+            names.setdefault(commit, []).append(name)
+    return Listed(names, sum(size or 0 for _, name, size in rows if name not in left_out), left_out)
 
 
 def _check_whole(source: str, folder: Path, names: list[str] | None, mark: Path) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.agent.errors import ModelError
 from fleet_worker.agent.hub import HF_SCHEME, fetch
+from fleet_worker.config import WorkerConfig
+from fleet_worker.weightfiles import Reads, read_by
 
 MAX_CONFIG_BYTES = 1024 * 1024
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
@@ -22,12 +24,17 @@ FETCHED = [*WEIGHT_PATTERNS, "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 """Never *.bin, *.pt or *.py: weights come as safetensors, and code from a model repository is not run."""
 
 
-def prepare_model(source: str, progress: Callable[[str], None]) -> Path:
+def prepare_model(source: str, progress: Callable[[str], None], reads: Reads = "all") -> Path:
     """Local folder of the model; ModelError otherwise. `progress` gets short sentences for /state."""
-    folder = fetch(source, progress, FETCHED) if source.startswith(HF_SCHEME) else Path(source)
+    folder = fetch(source, progress, FETCHED, reads) if source.startswith(HF_SCHEME) else Path(source)
     progress(f"checking {folder}")
     check_folder(folder)
     return folder
+
+
+def prepare_for(config: WorkerConfig, progress: Callable[[str], None]) -> Path:
+    """The same for a worker: without weights that its engine does not read."""
+    return prepare_model(config.model, progress, read_by(config.engine, config.engine_args, config.quantization))
 
 
 def check_folder(folder: Path) -> None:
