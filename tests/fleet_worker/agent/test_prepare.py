@@ -437,8 +437,8 @@ class Broken(HubHandler):
             self.wfile.write(body)
             self.close_connection = True
             return
-        if self.how == "no-http":
-            self.wfile.write(b"garbage\r\n\r\n")
+        if self.how in ("no-http", "gone"):
+            self.wfile.write(b"garbage\r\n\r\n" if self.how == "no-http" else b"")
             self.close_connection = True
             return
         if "/tree/" in self.path and self.how == "outside":
@@ -446,7 +446,7 @@ class Broken(HubHandler):
         super().answer(status, b"<html>" if self.how == "no-json" and "/api/" in self.path else body, headers)
 
 
-@pytest.mark.parametrize("how", ["no-http", "no-json", "outside", "cut"])
+@pytest.mark.parametrize("how", ["no-http", "no-json", "outside", "cut", "gone"])
 def test_a_hub_that_answers_as_none_does_is_named(hub: Hub, tmp_path: Path, how: str):
     """Incident: a connection that was cut in the middle of a file ended the worker with a traceback."""
     hub.RequestHandlerClass = type("Broken", (Broken,), {"how": how})
@@ -454,3 +454,14 @@ def test_a_hub_that_answers_as_none_does_is_named(hub: Hub, tmp_path: Path, how:
     assert code == 2
     assert "BadModel: hf://acme/tiny: the hub did not answer as one does: " in words
     assert "Traceback" not in words
+
+
+@pytest.mark.parametrize("how", ["no-http", "no-json", "gone"])
+def test_a_hub_that_answers_as_none_does_is_away(hub: Hub, tmp_path: Path, how: str):
+    """What stands before a mirror that is away takes a connection and ends it: workers did not start again although all of the
+    model was in the cache."""
+    port = hub.server_address[1]
+    assert ended(fetch(port, tmp_path))[0] == 0
+    hub.RequestHandlerClass = type("Broken", (Broken,), {"how": how})
+    code, words = ended(fetch(port, tmp_path))
+    assert code == 0, words

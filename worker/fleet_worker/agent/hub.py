@@ -9,6 +9,7 @@ Weights that a repository holds twice are fetched once (`weightfiles.py`), with 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import glob
 import hashlib
@@ -116,23 +117,30 @@ def _kept(
 ) -> Path | None:
     """What is in a cache that cannot be written: nothing changes it here, so that no lock is needed. None unless it is whole, and
     what the hub has now, as far as that can be asked."""
-    from huggingface_hub import snapshot_download
-
     try:
         listed = _listed(name, revision, cache, wanted)
-        if listed.missing_bytes:
-            return None
-        commit = next(iter(listed.names), revision)
-        found = snapshot_download(
-            name, revision=commit, cache_dir=cache, allow_patterns=list(wanted.patterns),
-            ignore_patterns=_left_out(listed, wanted), local_files_only=True,
-        )  # fmt: skip
-        _check(source, Path(found), listed, cache, progress, wanted)
+        return None if listed.missing_bytes else _local(source, name, revision, cache, progress, wanted, listed)
     except ModelError:
         raise
     except Exception:  # as in _fetched; also for what may not be read, or is not there
         return None
-    return Path(found)
+
+
+def _local(
+    source: str, name: str, revision: str | None, cache: Path, progress: Callable[[str], None], wanted: Wanted, listed: Listed
+) -> Path:
+    """What is in the cache, without a word to the hub; ModelError unless it is whole, and whatever the library raises."""
+    from huggingface_hub import snapshot_download
+
+    commit = next(iter(listed.names), revision)
+    folder = Path(
+        snapshot_download(
+            name, revision=commit, cache_dir=cache, allow_patterns=list(wanted.patterns),
+            ignore_patterns=_left_out(listed, wanted), local_files_only=True,
+        )
+    )  # fmt: skip
+    _check(source, folder, listed, cache, progress, wanted)
+    return folder
 
 
 def _fetched(source: str, name: str, revision: str | None, cache: Path, progress: Callable[[str], None], wanted: Wanted) -> Path:
@@ -140,6 +148,7 @@ def _fetched(source: str, name: str, revision: str | None, cache: Path, progress
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     progress(f"fetching {source}")
+    listed = Listed()
     try:
         listed = _check_space(source, name, revision, cache, wanted)
         found = snapshot_download(
@@ -161,6 +170,9 @@ def _fetched(source: str, name: str, revision: str | None, cache: Path, progress
         raise ModelError(f"{source}: the hub cannot be reached: {_in_short(error)}") from error
     except Exception as error:  # of whatever the library is made: a connection that is cut, an answer that is no JSON
         words = f"{type(error).__name__}: {_in_short(error)}"
+        if not listed.names:  # it did not even say what it has: it is away
+            with contextlib.suppress(Exception):  # what it did is the cause that is told
+                return _local(source, name, revision, cache, progress, wanted, listed)
         raise ModelError(f"{source}: the hub did not answer as one does: {words}") from error
     _check(source, folder, listed, cache, progress, wanted)
     return folder
