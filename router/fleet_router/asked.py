@@ -40,6 +40,7 @@ class Prefilled(msgspec.Struct):
     """A prefill answer."""
 
     kv_transfer_params: msgspec.Raw = _NULL
+    prompt_token_ids: msgspec.Raw = _NULL
 
 
 class Leased(msgspec.Struct):

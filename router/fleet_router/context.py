@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -86,6 +87,8 @@ class Context:
     unread: Receiving = field(default_factory=lambda: Receiving(UNREAD))
     ends: Ends = field(default_factory=Ends)
     spares: Spares = field(init=False)
+    wall: Callable[[], float] = field(default_factory=lambda: time.time)
+    """What time it is for engines; nothing is measured by it."""
     draining: bool = False
     knowledge: Knowledge | None = None
     """Precise knowledge of the workers' caches, where the fleet asks for it."""

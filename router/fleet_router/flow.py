@@ -20,7 +20,7 @@ from fleet_router.hedging import NOT_JSON, Hedging
 from fleet_router.legs import DecodeLeg, PrefillLeg, ResumedLeg, TokenizeLeg, TranslatedLeg
 from fleet_router.outbox import Written
 from fleet_router.policy.chosen import Choice
-from fleet_router.request import decode_parts, is_object, lease_of, named, prefill_body, prompt_tokens_of, reference_of
+from fleet_router.request import decode_parts, is_object, lease_of, named, prompt_tokens_of, reference_of
 from fleet_router.retrying import head_of
 from fleet_router.upstream import Pool, Upstream
 from fleet_router.workers import Worker
@@ -94,7 +94,7 @@ class Flow(Hedging):
         self._send_prefill(prefill, decode, found)
 
     def _send_prefill(self, prefill: Worker, decode: Worker, found: Choice) -> None:
-        self._send(prefill, prefill_body(self._ask), PrefillLeg(self, prefill, decode))
+        self._send(prefill, self._prefill_body(prefill), PrefillLeg(self, prefill, decode))
         if self.config.hedge is not None:
             self._arm(self.config.hedge, prefill, decode, found)
 
@@ -225,7 +225,7 @@ class Flow(Hedging):
     def prefilled(self, prefill: Worker, decode: Worker, body: bytes) -> bool:
         """The prefill leg answered 200; False: with nothing that can be used."""
         self.end_leg()
-        reference = reference_of(body)
+        reference = reference_of(body, ids=self._is_chat())
         if reference is None and not is_object(body):
             self.give_back(prefill)
             self.leg_failed(prefill, NOT_JSON)

@@ -17,7 +17,7 @@ from fleet_router.health.silence import Waits
 from fleet_router.legs import NOT_FOUND, OK, DecodeLeg, PrefillLeg, refuses
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.hedge import second, wait_s
-from fleet_router.request import is_object, prefill_body, reference_of
+from fleet_router.request import is_object, reference_of
 from fleet_router.retrying import Retrying, head_of
 from fleet_router.workers import Worker
 
@@ -145,7 +145,7 @@ class Hedging(Retrying):
         context.metrics.hedge_tokens += int(lacks)
         self.record.tries[-1].second = Second(worker, now)
         leg.path = self._path
-        leg.body = body = self._named(prefill_body(self._ask), worker)
+        leg.body = body = self._named(self._prefill_body(worker), worker)
         head = head_of(leg.path, worker.pool.authority, self.record.leg_id, len(body), self.record.onward)
         payload = b"".join((head, body))
 

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from fleet_router.answering import Answering
 from fleet_router.ending import CHAT_PATH
 from fleet_router.lengths import too_many, uncertain
-from fleet_router.request import sequences_of, tokenize_body
+from fleet_router.midnight import is_near
+from fleet_router.request import prefill_body, sequences_of, tokenize_body
+
+if TYPE_CHECKING:
+    from fleet_router.workers import Worker
 
 
 class Measuring(Answering):
@@ -52,6 +57,14 @@ class Measuring(Answering):
     def _several(self) -> bool:
         """An engine makes more than one sequence of it (`n`, `best_of`)."""
         return sequences_of(self._ask) > 1
+
+    def _is_chat(self) -> bool:
+        """An engine renders the conversation of the client's own request."""
+        return self._path == CHAT_PATH and self._ask is self._asked
+
+    def _prefill_body(self, worker: Worker) -> bytes:
+        """What a prefill worker is asked. Of one whose reader renders the prompt anew, by another clock, see `midnight`."""
+        return prefill_body(self._ask, ids=worker.read_once and self._is_chat() and is_near(self._context.wall()))
 
     def _prefill_locally(self) -> None:
         self._local = True

@@ -38,6 +38,7 @@ _NOT_PREFILLED: Final = frozenset({
     "max_tokens", "stream", "stream_options", "min_tokens", "max_completion_tokens",
     "n", "best_of", "use_beam_search", "prompt_logprobs", "echo",  # more sequences would pin more KV; the answer goes to nobody
 })  # fmt: skip
+IDS_ASKED: Final = "return_token_ids"
 BYTES_PER_TOKEN: Final = 3.0
 """Rough size of a token in prompt bytes; only thresholds use it, exact checks are the worker's."""
 MESSAGES_MOST: Final = 65_536
@@ -319,13 +320,16 @@ def join(fields: Mapping[str, msgspec.Raw], kv: bytes | None = None) -> bytes:
     return b"{" + b",".join(pieces) + b"}"
 
 
-def prefill_body(ask: Ask) -> bytes:
+def prefill_body(ask: Ask, *, ids: bool = False) -> bytes:
     """The prefill leg: one token, not streamed, blocks kept for whoever decodes. The decode leg's limits go along, so that the
-    prefill worker, which counts tokens, refuses what decode could not serve; engines that do not know them pass over them."""
+    prefill worker, which counts tokens, refuses what decode could not serve; engines that do not know them pass over them.
+    `ids`: the prompt's are asked for."""
     pieces: list[ReadableBuffer] = [b"{"]
     for name, value in ask.fields.items():
-        if name not in _NOT_PREFILLED:
+        if name not in _NOT_PREFILLED and not (ids and name == IDS_ASKED):
             pieces += (_key(name), value, b",")
+    if ids:
+        pieces += (_key(IDS_ASKED), b"true,")
     pieces.append(PREFILL_PARAMS)
     for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
         if (limit := ask.fields.get(name)) is not None and limit != _NULL:
@@ -361,6 +365,7 @@ def decode_parts(ask: Ask, kv: bytes | None) -> tuple[bytes | memoryview, bytes]
 
 
 _BRACE: Final = ord("}")
+_EMPTY: Final = len(b"{}")
 _BODY: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ANSWER: Final = msgspec.json.Decoder(Prefilled)
 
@@ -379,16 +384,20 @@ def named(body: bytes | memoryview, model: str, adapter: str) -> bytes | memoryv
     return join(fields)
 
 
-def reference_of(body: bytes) -> bytes | None:
-    """`kv_transfer_params` of a prefill answer, None when it has none."""
+def reference_of(body: bytes, *, ids: bool = False) -> bytes | None:
+    """`kv_transfer_params` of a prefill answer, None when it has none. `ids`: with the prompt's, where the answer tells them and
+    the reference is none of ours."""
     try:
-        raw = _ANSWER.decode(body).kv_transfer_params
-        found = bytes(raw)
+        answer = _ANSWER.decode(body)
+        found = bytes(answer.kv_transfer_params)
         if not found.isascii():
             found.decode()  # what is no UTF-8 would make the decode leg's body none
     except UNREADABLE:
         return None
-    return None if raw == _NULL else found
+    told = bytes(answer.prompt_token_ids) if ids else b""
+    if told.startswith(b"[") and found.endswith(b"}") and len(found) > _EMPTY and b'"lease_id"' not in found:
+        return b'%b,"prompt_token_ids":%b}' % (found[:-1], told)
+    return None if answer.kv_transfer_params == _NULL else found
 
 
 RENDERED: Final[tuple[str, ...]] = (

@@ -10,6 +10,7 @@ import pytest
 
 ROUTER = Path(__file__).resolve().parents[2] / "router"
 READ = {
+    "fleet_router/context.py": "vLLM's two legs ask a clock each what day it is: towards its end one of them alone may",
     "fleet_router/tls.py": "certificates are good from and until a date",
     "fleet_router/gossip/link.py": "datagrams of 30 s ago are not taken, between machines that have no other clock in common",
     "fleet_router/metrics.py": "process_start_time_seconds is a date",
