@@ -137,7 +137,7 @@ class Tokeniser:
             found = msgspec.json.decode(messages)
             if (many := len(found)) > MESSAGES_MOST:
                 raise UnreadableError(f"more than {MESSAGES_MOST} messages")
-            rows = [_row(message) for message in found]
+            rows = [_row(message, self._template.takes_parts) for message in found]
             given = {"messages": rows, "add_generation_prompt": True, **NOT_GIVEN, **self._special}
             clock = self._clock
             began = clock()
@@ -179,11 +179,16 @@ def digest_of(files: Mapping[str, str]) -> bytes:
     return found.digest()
 
 
-def _row(message: dict[str, Any]) -> dict[str, str]:
-    """Calls of tools, their results' ids, reasoning: templates write them as they like, and engines change them before."""
+def _row(message: dict[str, Any], in_parts: bool) -> dict[str, Any]:
+    """Calls of tools, their results' ids, reasoning: templates write them as they like, and engines change them before.
+    `in_parts`: they give the template lists."""
     if others := [name for name, value in message.items() if name not in ROW and value is not None]:
         raise UnreadableError(f"messages with {others[0]}")
-    return {"role": message["role"], "content": _content(message.get("content"))}
+    given = message.get("content")
+    content = _content(given)
+    if in_parts and message["role"] != "tool":
+        return {"role": message["role"], "content": [] if given in (None, []) else [{"type": "text", "text": content}]}
+    return {"role": message["role"], "content": content}
 
 
 def _content(raw: object) -> str:

@@ -43,6 +43,7 @@ from fleet_wire.budget import (
     weighed,
     weight_of,
 )  # fmt: skip
+from fleet_wire.contentparts import takes_parts
 
 STEPS: Final = Steps()
 MAX_TEMPLATE_BYTES: Final = 1024 * 1024
@@ -368,6 +369,8 @@ class ChatTemplate:
         tests |= {name: _bounded_test(name, tests[name]) for name in BOUNDED_TESTS}
         try:
             self._template = environment.from_string(source)
+            self.takes_parts = takes_parts(environment.parse(source))
+            """A message's content comes as a list of its parts."""
         except (jinja2.TemplateError, ValueError, RecursionError) as error:  # of a number of 5,000 digits jinja says ValueError
             raise NoTemplateError(f"chat template does not compile: {error}") from error
 

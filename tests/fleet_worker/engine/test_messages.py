@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
+from fleet_router.tokeniser import Tokeniser
 from fleet_worker.engine.errors import BadRequestError
 from fleet_worker.engine.loop import EngineLoop
 from fleet_worker.engine.protocol import ChatMessage, text_messages
+from fleet_worker.engine.reading import Terms, read_request
+from fleet_worker.engine.text import Text
+from fleet_worker.engine.tokens import tokenize
 from tests.fleet_worker.engine.test_server import serve
 
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -27,6 +33,41 @@ def test_a_message_that_holds_more_than_text_is_refused(role: str, field: str):
     for nothing in nothings:
         given = msgspec.convert({**said, field: nothing}, ChatMessage)
         assert text_messages([given]) == [{"role": role, "content": ""}]
+
+
+GUARD = (
+    "{% for m in messages %}{{ m.role }}:{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}|"
+    "{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("how?", "user:how?|"),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "user:a|b|"),
+        ("", "user:|"),
+        (None, "user:"),
+    ],
+)
+def test_a_template_that_goes_through_parts_is_given_them(tiny: Path, tmp_path: Path, content: Any, said: str):
+    """As vLLM does. Llama-Guard-3-1B's was given a text, found no parts in it, and judged conversations without a word in them:
+    every one was safe. Routers that tokenise think the same."""
+    shutil.copy(tiny / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(GUARD)
+    text, row = Text(tmp_path), {"role": "user", "content": content}
+    body = msgspec.json.encode({"model": "m", "messages": [row]})
+    read = read_request(body, "chat", text, Terms(("m",), 10_000, 10_000))
+    assert list(read.tokens) == text.encode(said, add_special=False)
+    assert tokenize(body, text, ("m",), 10_000)["tokens"] == list(read.tokens)
+    if not isinstance(content, list):
+        files = {name: (tmp_path / name).read_text() for name in ("tokenizer.json", "chat_template.jinja")}
+        assert Tokeniser(files).render(msgspec.json.encode([row])) == said
+
+
+def test_a_tools_result_is_one_text_for_every_template():
+    rows = [{"role": "tool", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert text_messages(msgspec.convert(rows, list[ChatMessage]), in_parts=True) == [{"role": "tool", "content": "a\nb"}]
 
 
 @pytest.mark.parametrize(

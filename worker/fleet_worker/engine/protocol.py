@@ -212,17 +212,23 @@ def decode_leg_of(request: Request, params: KvParams) -> Request:
     )
 
 
-def text_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as templates are given them, with text content; anything but text is refused, nothing is ever fetched."""
-    return [_row(message, f"messages[{number}]") for number, message in enumerate(messages)]
+def text_messages(messages: list[ChatMessage], *, in_parts: bool = False) -> list[dict[str, Any]]:
+    """Messages as templates are given them, with text content; anything but text is refused, nothing is ever fetched. `in_parts`:
+    the template goes through a content's parts (fleet_wire.contentparts)."""
+    return [_row(message, f"messages[{number}]", in_parts) for number, message in enumerate(messages)]
 
 
-def _row(message: ChatMessage, where: str) -> dict[str, Any]:
+def _row(message: ChatMessage, where: str, in_parts: bool) -> dict[str, Any]:
     calls = message.tool_calls if message.role != "assistant" else None  # nobody else's are known to any template
     more = {"tool_calls": calls, "function_call": message.function_call, "audio": message.audio}
     if name := next((name for name, said in more.items() if said), None):
         raise BadRequestError(f"{where}.{name} is not supported by the torch engine", "messages")
-    row: dict[str, Any] = {"role": message.role, "content": _text(message.content, f"{where}.content")}
+    content = _parts(message.content, f"{where}.content")
+    is_list = in_parts and message.role != "tool"  # a tool's is one text, as vLLM gives it to every template
+    row: dict[str, Any] = {
+        "role": message.role,
+        "content": [{"type": "text", "text": text} for text in content] if is_list else "\n".join(content),
+    }
     if message.tool_calls:
         row["tool_calls"] = [_call(call) for call in message.tool_calls]
     if message.role == "tool" and message.tool_call_id is not None:
@@ -243,11 +249,11 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {**({} if call.id is None else {"id": call.id}), "type": call.type, "function": function}
 
 
-def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
-    """Parts on lines of their own, as vLLM gives them to a template that takes text."""
+def _parts(content: str | list[dict[str, Any]] | None, where: str) -> list[str]:
+    """On lines of their own, as vLLM does it, for a template that takes text."""
     if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(_part(part, f"{where}[{number}]") for number, part in enumerate(content))
+        return [] if content is None else [content]
+    return [_part(part, f"{where}[{number}]") for number, part in enumerate(content)]
 
 
 def _part(part: dict[str, Any], where: str) -> str:

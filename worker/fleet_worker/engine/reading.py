@@ -73,12 +73,16 @@ def check_model(model: str, served: Sequence[str]) -> None:
 
 def _prompt(asked: wire.Request, text: Text, vocabulary: int, said_at: str) -> list[int]:
     if isinstance(asked, wire.ChatRequest):
-        return text.encode(text.render_chat(wire.text_messages(asked.messages), said_at=said_at), add_special=False)
+        return text.encode(text.render_chat(_rows(asked, text), said_at=said_at), add_special=False)
     if isinstance(asked.prompt, str):
         return text.encode(asked.prompt)
     if any(token >= vocabulary for token in asked.prompt):
         raise BadRequestError(f"prompt holds token ids outside 0..{vocabulary - 1}", "prompt")
     return asked.prompt
+
+
+def _rows(asked: wire.ChatRequest, text: Text) -> list[dict[str, Any]]:
+    return wire.text_messages(asked.messages, in_parts=text.takes_parts)
 
 
 def tell(raw: bytes, what: What, text: Text, terms: Terms) -> bytes:

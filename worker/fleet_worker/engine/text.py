@@ -58,6 +58,8 @@ class Text:
             self._template = ChatTemplate(written) if isinstance(written, str) else None
         except NoTemplateError as error:
             raise ModelFilesError(str(error)) from error
+        self.takes_parts = self._template is not None and self._template.takes_parts
+        """The template is given contents as lists of parts."""
         self._knows_calls = isinstance(written, str) and CALLS in written
         self.asks_the_day = isinstance(written, str) and ASKS in written
         """The template may write what time it is."""
@@ -117,6 +119,7 @@ def _said(error: Exception) -> str:
 def _characters(messages: list[dict[str, Any]]) -> int:
     """Of all texts in the messages, and some for what else each of them has."""
     texts = sum(len(text) for row in messages for text in row.values() if isinstance(text, str))
+    texts += sum(64 + len(part["text"]) for row in messages for part in row.get("content") or () if isinstance(part, dict))
     return texts + sum(64 + len(repr(row[CALLS])) if CALLS in row else 64 for row in messages)
 
 

@@ -44,7 +44,7 @@ def tokenize(body: bytes, text: Text, served: Collection[str], max_model_len: in
     if (asked.prompt is None) == (asked.messages is None):
         raise BadRequestError("either prompt or messages is needed", "prompt")
     if asked.messages is not None:
-        messages, at = wire.text_messages(asked.messages), now_said()
+        messages, at = wire.text_messages(asked.messages, in_parts=text.takes_parts), now_said()
         said = text.render_chat(messages, add_generation_prompt=asked.add_generation_prompt, said_at=at)
         found = text.encode(said, add_special=asked.add_special_tokens is True)
     else:
