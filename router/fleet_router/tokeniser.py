@@ -184,6 +184,8 @@ def _row(message: dict[str, Any], in_parts: bool) -> dict[str, Any]:
     `in_parts`: they give the template lists."""
     if others := [name for name, value in message.items() if name not in ROW and value is not None]:
         raise UnreadableError(f"messages with {others[0]}")
+    if message["role"] == "developer":  # engines may make it the system's, and put it at the beginning
+        raise UnreadableError("a message of a developer")
     given = message.get("content")
     content = _content(given)
     if in_parts and message["role"] != "tool":

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from fleet_router.tokeniser import Tokeniser
+from fleet_router.tokeniser import Tokeniser, UnreadableError
 from fleet_worker.engine.errors import BadRequestError
 from fleet_worker.engine.loop import EngineLoop
 from fleet_worker.engine.protocol import ChatMessage, text_messages
@@ -63,6 +63,44 @@ def test_a_template_that_goes_through_parts_is_given_them(tiny: Path, tmp_path: 
     if not isinstance(content, list):
         files = {name: (tmp_path / name).read_text() for name in ("tokenizer.json", "chat_template.jinja")}
         assert Tokeniser(files).render(msgspec.json.encode([row])) == said
+
+
+QWEN = (
+    "{% if messages[0].role == 'system' %}[{{ messages[0].content }}]{% else %}[You are Qwen]{% endif %}"
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.role }}:{{ m.content }};{% endif %}{% endfor %}"
+)
+ASKED = {"role": "user", "content": "q"}
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "said"),
+    [
+        (QWEN, [{"role": "developer", "content": "be brief"}, ASKED], "[be brief]user:q;"),
+        (QWEN, [{"role": "system", "content": "a"}, ASKED, {"role": "developer", "content": "b"}], "[a\n\nb]user:q;"),
+        (QWEN, [ASKED, {"role": "developer", "content": "b"}, {"role": "system", "content": ""}], "[b]user:q;"),
+        (QWEN, [{"role": "system", "content": "a"}, ASKED, {"role": "system", "content": "b"}], "[a]user:q;"),
+        ("{% for m in messages %}{{ m.role }}{{ m.role == 'developer' }}{% endfor %}", [{"role": "developer"}], "developerTrue"),
+        ("{% for m in messages %}{{ m.role }}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
+         [{"role": "developer", "content": "a"}], "systema"),
+    ],
+    ids=["first", "later", "only-later", "nobody-is-one", "known", "parts"],
+)  # fmt: skip
+def test_a_developers_message_is_the_systems_where_the_template_does_not_know_it(
+    tiny: Path, tmp_path: Path, source: str, messages: list[dict[str, Any]], said: str
+):
+    """As with vLLM. Qwen2.5's template passes over it and writes its own default instead: the instructions were gone; Mistral's
+    refused the request."""
+    shutil.copy(tiny / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(source)
+    text = Text(tmp_path)
+    read = read_request(
+        msgspec.json.encode({"model": "m", "messages": messages}), "chat", text, Terms(("m",), 10_000, 10_000)
+    )  # fmt: skip
+    assert list(read.tokens) == text.encode(said, add_special=False)
+    files = {name: (tmp_path / name).read_text() for name in ("tokenizer.json", "chat_template.jinja")}
+    if any(row["role"] == "developer" for row in messages):
+        with pytest.raises(UnreadableError):
+            Tokeniser(files).render(msgspec.json.encode(messages))
 
 
 def test_a_tools_result_is_one_text_for_every_template():

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from fleet_wire.template import MAX_TEMPLATE_BYTES, ChatTemplate, NoTemplateError
 from fleet_wire.unreadable import UNREADABLE
+from fleet_worker.engine.developer import DEVELOPER, as_system, knows_developers
 from fleet_worker.engine.errors import BadRequestError, ModelFilesError
 from fleet_worker.engine.files import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, read_bounded
 from fleet_worker.engine.today import ASKS, teller
@@ -60,6 +61,7 @@ class Text:
             raise ModelFilesError(str(error)) from error
         self.takes_parts = self._template is not None and self._template.takes_parts
         """The template is given contents as lists of parts."""
+        self._knows_developers = isinstance(written, str) and knows_developers(written)
         self._knows_calls = isinstance(written, str) and CALLS in written
         self.asks_the_day = isinstance(written, str) and ASKS in written
         """The template may write what time it is."""
@@ -88,6 +90,8 @@ class Text:
             raise BadRequestError(
                 f"messages[{called}].{CALLS}: the model's chat template does not know calls of tools", "messages"
             )
+        if not self._knows_developers and any(row["role"] == DEVELOPER for row in messages):
+            messages = as_system(messages)
         clock = {ASKS: teller(said_at)} if said_at else {}
         try:
             given = {"messages": messages, "add_generation_prompt": add_generation_prompt, **NOT_GIVEN, **self._special, **clock}
