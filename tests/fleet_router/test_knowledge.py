@@ -393,7 +393,9 @@ def test_a_conversation_of_very_many_messages_is_not_rendered_on_the_loop(folder
         tokeniser = knowledge._tokeniser
         assert tokeniser is not None
         rendered = list[int]()
-        tokeniser._template = SimpleNamespace(render=lambda _, messages, **__: rendered.append(len(messages)) or "text")
+        tokeniser._template = SimpleNamespace(
+            takes_parts=False, render=lambda _, messages, **__: rendered.append(len(messages)) or "text"
+        )  # fmt: skip
         for count, known in ((MESSAGES_MOST, True), (MESSAGES_MOST + 1, False), (20_000, False)):
             found = await counted(knowledge, {"messages": [{"role": "user", "content": ""}] * count}, chat=True)
             assert (found != NOT_KNOWN) == known

@@ -184,6 +184,8 @@ def burn(some_s: float) -> None:
 class Slow:
     """A template that takes so long over each conversation."""
 
+    takes_parts = False
+
     def __init__(self, *burns_s: float) -> None:
         self.burns_s, self.rendered = list(burns_s), 0
 
