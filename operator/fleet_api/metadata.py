@@ -87,7 +87,7 @@ def annotation_findings(field: str, annotations: Mapping[str, str]) -> Iterator[
     """Problems of annotations: of keys in lower case, letter by letter as Go does it, and of their size."""
     for name in annotations:
         yield from key_findings(field, "".join(letter.lower()[0] for letter in name))
-    if sum(_bytes(name) + _bytes(value) for name, value in annotations.items()) > _ANNOTATIONS_MOST_BYTES:
+    if sum(len(name.encode()) + len(value.encode()) for name, value in annotations.items()) > _ANNOTATIONS_MOST_BYTES:
         yield Finding(field, f"Too long: may not be more than {_ANNOTATIONS_MOST_BYTES} bytes")
 
 
@@ -99,11 +99,6 @@ def value_findings(field: str, value: str) -> Iterator[Finding]:
             f"Invalid value: {quoted(value)}: a valid label must be an empty string or at most {_LABEL_MOST} alphanumeric "
             "characters, '-', '_' or '.', and must start and end with an alphanumeric character",
         )
-
-
-def _bytes(text: str) -> int:
-    """As long as what kubectl sends: JSON may spell half a surrogate, which is no text."""
-    return len(text.encode(errors="surrogatepass"))
 
 
 def key_findings(field: str, key: str) -> Iterator[Finding]:

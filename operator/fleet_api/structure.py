@@ -24,6 +24,7 @@ OBJECT_META = frozenset(
 INT_OR_STRING = "x-kubernetes-int-or-string"
 AMOUNT = "integer,string"
 """As the API server calls what may be written with or without quotes."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SUBDOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 _PYTHON_TYPES = {"object": Mapping, "array": list, "string": str, "boolean": bool}
 _GO_ESCAPES = {"\a": r"\a", "\b": r"\b", "\f": r"\f", "\n": r"\n", "\r": r"\r", "\t": r"\t", "\v": r"\v", '"': r"\"", "\\": r"\\"}
@@ -39,6 +40,18 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.field}: {self.text}"
+
+
+def broken_texts(value: Any, path: str = "") -> list[str]:
+    """Paths of texts, and of maps with keys, that hold half a surrogate pair: JSON and YAML can spell it, kubectl sends none."""
+    if isinstance(value, str):
+        return [] if value.isascii() or _SURROGATE.search(value) is None else [path]
+    if isinstance(value, list):
+        return [name for index, item in enumerate(value) for name in broken_texts(item, f"{path}[{index}]")]
+    found: list[str] = []
+    for key, item in value.items() if isinstance(value, Mapping) else ():
+        found += broken_texts(str(key), path) or broken_texts(item, f"{path}.{key}" if path else str(key))
+    return found
 
 
 def unknown_fields(value: Any, schema: Schema, path: str = "") -> list[str]:

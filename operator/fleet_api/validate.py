@@ -13,7 +13,7 @@ from fleet_api.crd import fleet_schema, pool_schema
 from fleet_api.metadata import metadata_findings, wrong_types
 from fleet_api.rule import Rule
 from fleet_api.rules import FLEET_RULES, POOL_RULES
-from fleet_api.structure import Finding, findings, normalised, unknown_fields
+from fleet_api.structure import Finding, broken_texts, findings, normalised, quoted, unknown_fields
 
 STRICT = "strict decoding error: "
 NOT_CHECKED = (
@@ -30,6 +30,8 @@ def validate(manifest: Mapping[str, Any]) -> list[str]:
     """
     schema_of, rules = _KINDS[manifest.get("kind", "InferenceFleet")]
     schema = schema_of()
+    if broken := broken_texts(manifest):
+        return [f"{path}: Invalid value: must be text: half a surrogate pair is no character" for path in dict.fromkeys(broken)]
     if unknown := unknown_fields(manifest, schema):
         return [STRICT + ", ".join(f'unknown field "{name}"' for name in unknown)]
     raw = normalised(manifest)
@@ -53,7 +55,7 @@ def refusal(manifest: Mapping[str, Any], errors: list[str]) -> str:
     metadata = manifest.get("metadata")
     name = (metadata.get("name") if isinstance(metadata, Mapping) else None) or ""
     listed = errors[0] if len(errors) == 1 else f"[{', '.join(errors)}]"
-    return f'{kind}.inferencefleet.io "{name}" is invalid: {listed}'
+    return f"{kind}.inferencefleet.io {quoted(str(name))} is invalid: {listed}"
 
 
 def _broken(rule: Rule, raw: Mapping[str, Any]) -> Iterator[Finding]:

@@ -46,7 +46,7 @@ def check(manifest: dict[str, Any]) -> None:
         raise InputError(refusal(manifest, errors))
     name = metadata.get("name", "") if isinstance(metadata, dict) else ""
     listed = errors[0] if len(errors) == 1 else "".join(f"\n* {error}" for error in errors)
-    raise InputError(f'The InferenceFleet "{name}" is invalid: {listed}')
+    raise InputError(f"The InferenceFleet {quoted(str(name))} is invalid: {listed}")
 
 
 def _load(path: str) -> list[Any]:

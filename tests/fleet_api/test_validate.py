@@ -70,6 +70,31 @@ def test_the_whole_refusal_reads_as_the_servers(changes, message):
     assert refusal(spoiled, validate(spoiled)) == message
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        ("spec.engine", {"image": "\ud800"}, "spec.engine.image"),
+        ("spec.engine", {"args": ["--a", "x\udfffy"]}, "spec.engine.args[1]"),
+        ("spec.tiers.0.decode", {"podTemplate": {"annotations": {"\ud83d": "", "b": "\ud83d"}}},
+         ("spec.tiers[0].decode.podTemplate.annotations", "spec.tiers[0].decode.podTemplate.annotations.b")),
+        ("metadata.annotations", {"a": "\udc00"}, "metadata.annotations.a"),
+        ("metadata.name", "\ud800", "metadata.name"),
+        ("spec.\ud800", {}, "spec"),
+    ],
+    ids=ascii,
+)  # fmt: skip
+def test_half_a_surrogate_pair_is_refused_with_the_fields_path(path, value, field):
+    """pydantic's words came as a traceback, and no terminal could print them."""
+    spoiled = manifest(((path, value),))
+    with pytest.raises(ManifestError) as refused:
+        parse_fleet(spoiled)
+    fields = [field] if isinstance(field, str) else list(field)
+    assert refused.value.errors == [
+        f"{each}: Invalid value: must be text: half a surrogate pair is no character" for each in fields
+    ]
+    assert refusal(spoiled, refused.value.errors).encode()
+
+
 @pytest.mark.parametrize("metadata", ["good", ["good"], {"name": 7}])
 def test_metadata_of_a_wrong_type_is_refused(metadata):
     assert validate({**manifest(()), "metadata": metadata})[0].startswith("metadata.name: Invalid value")
@@ -117,7 +142,7 @@ def test_bad_metadata_is_refused_with_the_fields_path(change, words):
         {"namespace": ""},
         {"namespace": None},
         {"labels": None, "annotations": {}},
-        {"labels": {"app.kubernetes.io/name": "a_B.c", "x": ""}, "annotations": {"Example.com/Note": "any\ntext"}},
+        {"labels": {"app.kubernetes.io/name": "a_B.c", "x": ""}, "annotations": {"Example.com/Note": "any\ntext \U0001f600"}},
         {"uid": "u", "resourceVersion": "5", "generation": 3, "creationTimestamp": "2026-01-31T12:00:00Z"},
         {"deletionTimestamp": "2026-01-31T12:00:00Z", "deletionGracePeriodSeconds": 0, "finalizers": ["a/b"]},
         {"creationTimestamp": None, "managedFields": [{"manager": "kubectl"}], "ownerReferences": []},

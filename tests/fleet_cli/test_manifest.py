@@ -104,6 +104,10 @@ BOMB = "\n".join(['a0: &a0 ["x", "x"]', *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" 
             'The InferenceFleet "good" is invalid: \n* spec.model: Required value\n* spec.tiers: Required value\n* <nil>: ',
         ),
         (
+            json.dumps({**GOOD, "metadata": {"name": "\ud800"}}),
+            'The InferenceFleet "\\ud800" is invalid: metadata.name: Invalid value: must be text: half a surrogate pair',
+        ),
+        (
             yaml.safe_dump({**GOOD, "spek": {}}),
             'InferenceFleet in version "v1alpha1" cannot be handled as a InferenceFleet: '
             'strict decoding error: unknown field "spek"',

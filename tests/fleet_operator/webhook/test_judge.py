@@ -264,6 +264,8 @@ def test_odd_objects_are_answered(odd: Any):
                 assert render_review(request(new, old), judge(request(new, old)))["response"]["uid"] == "u"
 
 
-def test_half_a_surrogate_in_an_annotation_is_measured_like_any_other_text():
-    """`fleet validate` ended with a traceback; kubectl sends three bytes for it."""
-    assert validate(fleet({"note": "\ud800"})) == []
+def test_half_a_surrogate_in_an_annotation_is_told_with_its_field():
+    """`fleet validate` ended with a traceback; then it took what `fleet up` ended at."""
+    assert validate(fleet({"note": "\ud800"})) == [
+        "metadata.annotations.note: Invalid value: must be text: half a surrogate pair is no character"
+    ]
