@@ -18,11 +18,12 @@ from fleet_api.compat import refusals_applied
 from fleet_api.structure import normalised
 from fleet_api.validate import validate
 from tests.fleet_api.bad_manifests import GOOD_CHANGES, manifest
-from tests.fleet_api.unmakeable_rows import GOOD_ROWS, ROWS, UNLIMITED, UNPULLED, Changes
+from tests.fleet_api.unmakeable_rows import GOOD_ROWS, ROWS, UNLIMITED, UNPLACED, UNPULLED, Changes
 from tests.fleet_operator.test_conversions import rendered
 from tests.fleet_operator.world import NAMESPACE
 
-TAKEN = [*GOOD_ROWS, *(changes for _, changes in GOOD_CHANGES), *(changes for changes, _ in UNPULLED)]
+REFUSED_HERE = [changes for changes, _ in (*UNPULLED, *UNPLACED)]
+TAKEN = [*GOOD_ROWS, *(changes for _, changes in GOOD_CHANGES), *REFUSED_HERE]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def test_who_is_not_refused_here_is_taken_there(
     api: httpx.Client,
     changes: Changes,
 ):
-    assert (refusals_applied(normalised(manifest(changes))) == []) == (changes not in [row for row, _ in UNPULLED])
+    assert (refusals_applied(normalised(manifest(changes))) == []) == (changes not in REFUSED_HERE)
     refused = [answer.json()["message"] for answer in answers(api, changes) if answer.status_code != 201]
     assert refused == []
 

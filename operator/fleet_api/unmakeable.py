@@ -11,6 +11,7 @@ from fleet_api.metadata import annotation_findings, key_findings, value_findings
 from fleet_api.quantities import exact_quantity, parse_quantity
 from fleet_api.structure import quoted
 from fleet_api.unmakeable_affinity import NONE, affinity_findings
+from fleet_api.unmakeable_annotations import read_findings
 
 Raw = Mapping[str, Any]
 HUGE = "hugepages-2Mi"
@@ -47,6 +48,7 @@ def _template(template: Raw, field: str) -> Iterator[str]:
     for name in ("labels", "nodeSelector"):
         yield from _keys(template.get(name), f"{field}.{name}")
     yield from map(str, annotation_findings(f"{field}.annotations", template.get("annotations") or {}))
+    yield from read_findings(template.get("annotations") or {}, f"{field}.annotations")
     for number, toleration in enumerate(template.get("tolerations") or ()):
         yield from _toleration(toleration, f"{field}.tolerations[{number}]")
     yield from affinity_findings(template.get("affinity") or {}, f"{field}.affinity")

@@ -11,9 +11,9 @@ from fleet_api.parse import parse_fleet
 from fleet_api.structure import normalised
 from fleet_api.validate import validate
 from tests.fleet_api.bad_manifests import GOOD_CHANGES, manifest
-from tests.fleet_api.unmakeable_rows import GOOD_ROWS, ROWS, UNLIMITED, UNPULLED, Changes
+from tests.fleet_api.unmakeable_rows import GOOD_ROWS, ROWS, UNLIMITED, UNPLACED, UNPULLED, Changes
 
-NAMED = [*ROWS, *UNPULLED]
+NAMED = [*ROWS, *UNPULLED, *UNPLACED]
 
 
 @pytest.mark.parametrize(("changes", "words"), NAMED, ids=[f"{number}: {words}" for number, (_, words) in enumerate(NAMED)])

@@ -87,6 +87,9 @@ EXPRESSION = f"{AT}.affinity.nodeAffinity.{NODES}.nodeSelectorTerms[0].matchExpr
 WISH = f"{AT}.affinity.nodeAffinity.{WISHES}[0].preference.matchExpressions[0]"
 NEAR = f"{AT}.affinity.podAntiAffinity.{WISHES}[0].podAffinityTerm.labelSelector"
 HUGE_PAGES = "hugepages-2Mi: Invalid value"
+COST = "controller.kubernetes.io/pod-deletion-cost"
+APPARMOR = "container.apparmor.security.beta.kubernetes.io"
+SECCOMP = "seccomp.security.alpha.kubernetes.io"
 TEMPLATES: list[tuple[dict[str, Any], str]] = [
     ({"tolerations": [{"key": "gpu"}, {"value": "a"}]}, f"{AT}.tolerations[1].operator: Invalid value: must be Exists"),
     ({"tolerations": [{"key": "", "operator": "Equal"}]}, f"{AT}.tolerations[0].operator: Invalid value: must be Exists"),
@@ -129,6 +132,21 @@ TEMPLATES: list[tuple[dict[str, Any], str]] = [
     *(({name: {key: ""}}, f"{AT}.{name}: Invalid value") for name in KEYS for key in ("a..b/c", "/b", f"{'a' * 254}/b", "é")),
     *(({name: {"A.b/c": ""}}, f'{AT}.{name}: Invalid value: "A.b/c"') for name in ("labels", "nodeSelector")),
     ({"annotations": {f"a{n}": "é" * 4096 for n in range(32)}}, f"{AT}.annotations: Too long: may not be more than 262144 bytes"),
+    *(
+        ({"annotations": {COST: value}}, f'{AT}.annotations[{COST}]: Invalid value: "{value}": must be a whole number of 32')
+        for value in ("", "cheap", "1.5", "007", "+1", "2147483648", "-2147483649", "1_0", "\u0661")
+    ),
+    ({"annotations": {"kubernetes.io/config.mirror": ""}}, f"{AT}.annotations[kubernetes.io/config.mirror]: Invalid value"),
+    ({"annotations": {f"{APPARMOR}/vllm": "unconfined"}}, f"{AT}.annotations[{APPARMOR}/vllm]: Invalid value"),
+    ({"annotations": {f"{APPARMOR}/worker": "Unconfined"}}, f'{AT}.annotations[{APPARMOR}/worker]: Invalid value: "Unconfined"'),
+    *(
+        ({"annotations": {f"{SECCOMP}/pod": value}}, f'{AT}.annotations[{SECCOMP}/pod]: Invalid value: "{value}"')
+        for value in ("", "unconfined", "RuntimeDefault", "localhost/a.json")
+    ),
+    *(
+        ({"annotations": {f"container.{SECCOMP}/worker": value}}, f"{AT}.annotations[container.{SECCOMP}/worker]: Invalid value")
+        for value in ("", "RuntimeDefault", "localhost//a.json", "localhost/../a.json")
+    ),
     (huge("2Mi", "4Mi"), f"{AT}.resources.requests.{HUGE_PAGES}"),
     (huge(limits="3Mi"), f'{AT}.resources.limits.{HUGE_PAGES}: "3Mi": must be a multiple of 2Mi'),
     *((on_host(path), f"{AT}.volumes[0].hostPath.path: Invalid value") for path in ("/a/../b", "/..", "/a/..")),
@@ -182,6 +200,23 @@ ROWS: list[tuple[Changes, str]] = [
 """(changes, how the words about them begin)."""
 UNPULLED: list[tuple[Changes, str]] = [(image(name), "spec.engine.image: Invalid value") for name in ("a b", "a\tb", "w\x1c")]
 """Taken by the API server, refused here all the same: no kubelet can read such a name (InvalidImageName)."""
+UNPLACED: list[tuple[Changes, str]] = [
+    (((DECODE, {"podTemplate": template}),), words)
+    for template, words in (
+        *(
+            (
+                node(operator=operator, values=[value]),
+                f'{EXPRESSION}.values[0]: Invalid value: "{value}": operator {operator} comp',
+            )
+            for operator, value in (("Gt", "abc"), ("Lt", ""), ("Gt", "1.5"), ("Lt", "5Gi"), ("Gt", "9223372036854775808"))
+        ),
+        (wished(operator="Gt", values=["abc"]), f'{WISH}.values[0]: Invalid value: "abc": operator Gt compares whole numbers'),
+        (wished(operator="Gt", values=["-1"]), f'{WISH}.values[0]: Invalid value: "-1": a valid label'),
+        (wished(operator="In", values=["a", "a b"]), f'{WISH}.values[1]: Invalid value: "a b": a valid label'),
+    )
+]
+"""Taken by the API server as well: no node ever meets such a term, and of such a wish the scheduler says 'running PreScore plugin
+"NodeAffinity"' and fails the pod, where two nodes or more would do."""
 UNLIMITED: Changes = ((DECODE, {"podTemplate": huge(requests="2Mi")}),)
 """The other way round: refused by an API server, but not where a LimitRange sets the limit that is missing."""
 LONGEST = f"{'a' * 253}/{'b' * 63}"
@@ -210,8 +245,8 @@ GOOD_TEMPLATES: list[dict[str, Any]] = [
     node(operator="Gt", values=["007"]),
     node(operator="Lt", values=["5"]),
     node(LONGEST, operator="Exists"),
-    wished(operator="In", values=["a b", "-1"]),
-    wished(operator="Gt", values=["-1"]),
+    wished(operator="In", values=["a", ""]),
+    wished(operator="Gt", values=["9223372036854775807"]),
     wished(LONGEST, operator="DoesNotExist"),
     near(matchExpressions=[{"key": "a", "operator": "In", "values": [""]}], matchLabels={"a.b/c": ""}),
     near(matchExpressions=[{"key": "a", "operator": "NotIn", "values": ["x", "Y_z"]}, {"key": LONGEST, "operator": "Exists"}]),
@@ -220,6 +255,10 @@ GOOD_TEMPLATES: list[dict[str, Any]] = [
     near(),
     together("topology.kubernetes.io/zone"),
     *({name: {key: "" for key in GOOD_KEYS}} for name in KEYS),
+    *({"annotations": {COST: value}} for value in ("0", "-1", "-007", "2147483647", "-2147483648")),
+    *({"annotations": {f"{APPARMOR}/worker": value}} for value in ("unconfined", "runtime/default", "localhost/a")),
+    {"annotations": {f"{SECCOMP}/pod": "runtime/default"}},
+    *({"annotations": {f"container.{SECCOMP}/worker": value}} for value in ("unconfined", "docker/default", "localhost/a/..b")),
     {"annotations": {"Example.com/X": "", "\u0130": "", "\u212a/k": "\n \u0001 é"}},
     {"annotations": {f"a{n}": "x" * 4096 for n in range(32)}},
     huge("2Mi", 2_097_152),
