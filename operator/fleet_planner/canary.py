@@ -3,7 +3,8 @@ status that the last pass wrote, and goes out the same way.
 
 A canary step lasts at least `interval` from the moment at which its workers serve, and until enough requests were answered; no
 data never passes a step. Every reading is judged: the first breach rolls back, at once. Workers that crash again and again are
-one, whether or not they have requests (crashes.py). A revision that was rolled back is not tried again; any other revision is.
+one, whether or not they have requests (crashes.py). A revision that was rolled back is not tried again; any other revision is,
+and until that begins the status says what was rolled back.
 Only what routers counted since its rollout began is its own.
 A paused canary stays one, with its share, and is judged, whichever third revision the spec asks for meanwhile.
 A rollout does not end because all old workers are lost at once, neither before its canary is judged nor while it is paused.
@@ -61,7 +62,8 @@ def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -
     target = known.stable if scene.wanted == known.failed and known.stable in scene.groups else scene.wanted
     if spec.paused and known.stable in scene.groups and not any(larger_of(scene.groups.get(target, Group(target)))):
         target = known.target if _is_canary(spec, known, scene) else known.stable  # a paused fleet begins nothing, and ends none
-    failed = known.failed if scene.wanted == known.failed else ""
+    waits = target == known.stable != scene.wanted  # a paused fleet goes back all the same, whatever it asks for next
+    failed = known.failed if scene.wanted == known.failed or waits else ""
     others = [group for name, group in scene.groups.items() if name != target and any(larger_of(group))]
     if not others and not _is_held_open(spec, known, target, scene):
         # at zero nothing is wanted, and a revision of which nothing ever ran was not rolled out to its end; one that serves alone
@@ -71,12 +73,17 @@ def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -
         previous = known.stable if known.stable not in ("", stable) else known.previous
         message = known.message if failed else ""
         return Course(target, None, RolloutStatus(stable=stable, previous=previous, failed=failed, message=message))
-    begun = known if known.target == target else RolloutStatus(stable=known.stable, previous=known.previous, target=target)
+    begun = known if known.target == target else _begun(known, target, failed)
     status = _progress(_counted(begun, scene), scene, target, failed, paused=spec.paused)
     if spec.canary is None or target == known.stable:
         told = {} if failed else {"message": scene.crashing.get(target, "")}
         return Course(target, None, status.model_copy(update={"percent": None, **told}))
     return _judged(spec, spec.canary, status, scene)
+
+
+def _begun(known: RolloutStatus, target: str, failed: str) -> RolloutStatus:
+    """Why a revision was rolled back stays known as long as that is."""
+    return RolloutStatus(stable=known.stable, previous=known.previous, target=target, message=known.message if failed else "")
 
 
 def _is_canary(spec: RolloutSpec, known: RolloutStatus, scene: Scene) -> bool:

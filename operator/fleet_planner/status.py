@@ -160,11 +160,8 @@ def _rolling(fleet: InferenceFleet, views: Sequence[TierView], observed: Observe
             for v in late
         ]
         return "False", "ProgressDeadlineExceeded", f"{'; '.join(words)}; mend the spec, or go back: {_undo(fleet, late)}"
-    failed = [f"tier {view.tier.name}: {view.plan.rollout.message}" for view in views if view.plan.rollout.failed]
-    if failed:
-        again = f"fleet rollout restart {fleet.metadata.name} -n {fleet.metadata.namespace}"
-        hint = f"the old revision serves; mend the spec to try another one, or have this one tried again: {again}"
-        return "False", "RolledBack", f"{'; '.join(failed)}; {hint}"
+    if failed := [view for view in views if view.plan.rollout.failed]:
+        return "False", "RolledBack", _rolled_back(fleet, failed, observed)
     rolling = [f"tier {view.tier.name}: {_moving(view.plan.rollout)}" for view in views if view.plan.rolling]
     rolling += _not_served(views) + _not_begun(fleet, views, observed) + _left({view.tier.name for view in views}, observed)
     if rolling and fleet.spec.rollout.paused:
@@ -172,6 +169,17 @@ def _rolling(fleet: InferenceFleet, views: Sequence[TierView], observed: Observe
     return (
         ("True", "Progressing", "; ".join(rolling)) if rolling else ("False", "Complete", "every worker has the wanted revision")
     )
+
+
+def _rolled_back(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed) -> str:
+    """Why, and what can be done now: another revision that waits is already asked for."""
+    words = [f"tier {view.tier.name}: {view.plan.rollout.message}" for view in views]
+    others = [view for view in views if observed.templates[view.tier.name].revision != view.plan.rollout.failed]
+    told = ["the old revision serves", *_not_begun(fleet, others, observed)]
+    if len(others) < len(views):
+        again = f"fleet rollout restart {fleet.metadata.name} -n {fleet.metadata.namespace}"
+        told.append(f"mend the spec to try another one, or have this one tried again: {again}")
+    return "; ".join([*words, *told])
 
 
 def _undo(fleet: InferenceFleet, views: Sequence[TierView]) -> str:

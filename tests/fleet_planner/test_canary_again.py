@@ -84,3 +84,12 @@ def test_a_revision_that_was_rolled_back_is_tried_again_after_another_one() -> N
     again = [scene((0, 0), {OLD: GOOD, NEW: bad}, NOW + 4), scene((1, 1), {OLD: GOOD, NEW: bad}, NOW + 5)]
     courses = follow(*begun, reverted, *again)
     assert [course.target for course in courses] == [NEW, OLD, OLD, OLD, NEW, NEW]
+
+
+def test_a_worker_that_is_seen_late_takes_nothing_from_what_is_told_of_a_rollback() -> None:
+    """It was made a moment before: once nothing else was left the status had forgotten why, and said "tier t: ;"."""
+    bad = RevisionLoad(100, 50, 100, 50)
+    begun = [scene(), scene((1, 1), {OLD: GOOD, NEW: bad}, NOW + 1), scene((0, 0), {OLD: GOOD, NEW: bad}, NOW + 2)]
+    late = scene((1, 0), {OLD: GOOD, NEW: bad}, NOW + 3)
+    courses = follow(*begun, late)
+    assert {(one.status.failed, one.status.message) for one in courses[1:]} == {(NEW, courses[1].rolled_back)}

@@ -184,6 +184,33 @@ def test_a_breach_rolls_back_while_paused():
     assert (world.sizes(), world.rolling(plan)[0]) == (((2, 4), (0, 0)), "RolledBack")
 
 
+@pytest.mark.parametrize("more", [{}, {"maxUnavailable": 1, "maxSurgeGpus": 0}], ids=["room", "no-room"])
+def test_a_breach_rolls_back_to_its_end_though_a_third_revision_waits_behind_the_pause(more: dict[str, Any]):
+    """RolledBack was told in one pass only. Without room to surge the way back takes several: the pause held it from the second
+    on, and the bad revision served on, with more than its share and judged by nobody, until somebody resumed."""
+    canary = {"steps": [50], "interval": "10m"}
+    world = World(canary=canary, **more)
+    world.steps(4)
+    world.configure(canary=canary, paused=True, **more)
+    world.observed = replace(world.observed, templates={"t": Template("cccccccc", "c", number=3)})
+    bad = TierTelemetry(revisions={NEW: RevisionLoad(100, 50, 100, 50)})
+    world.observed = replace(world.observed, telemetry={"t": bad})
+    told = [world.rolling(world.steps(1)) for _ in range(5)]
+    assert world.sizes() == ((2, 4), (0, 0))
+    assert set(told) == {
+        (
+            "RolledBack",
+            f"tier t: revision {NEW} was rolled back: 50 of 100 requests failed, 1.00% may; the old revision serves; "
+            "tier t: revision cccccccc waits until rollout.paused is false",
+        )
+    }
+    world.observed = replace(world.observed, templates={"t": Template(NEW, "c", number=2)})
+    assert world.rolling(world.steps(1))[1].endswith(f"; the old revision serves; {TRY_AGAIN}")  # it is not tried again
+    world.observed = replace(world.observed, templates={"t": Template("cccccccc", "c", number=3)}, telemetry={})
+    world.configure(canary=canary, **more)
+    assert world.rolling(world.steps(1))[0] == "Progressing"
+
+
 def test_sizes_of_a_held_rollout():
     limits, new = Limits(*WIDE, surge_gpus=2), Group(NEW, (1, 1), (1, 1))
     lost, kept = Group(OLD, (1, 2), (1, 2)), {OLD: (1, 3), NEW: (1, 1)}
