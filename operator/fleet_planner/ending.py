@@ -108,9 +108,11 @@ def plan_ending(fleet: InferenceFleet, observed: Observed, ending: Ending, clock
 
 def held_status(before: FleetStatus, finalizers: Collection[str], generation: int, now: float) -> FleetStatus:
     """Of a fleet that was deleted and that only `finalizers` of others keep: nobody looks after it any more, so it is not Ready,
-    and of what runs nothing is known. Counts stay as they were last seen."""
+    and of what runs nothing is known. Counts stay as they were last seen. Its budgets stay, too: it may have been deleted by
+    mistake, and serve on for as long as it is kept, and whoever upgrades nodes would end it."""
     who = f"finalizer {', '.join(finalizers)} of somebody else, who takes it off"
     words = f"deleted, and kept by {who}; what runs goes on unattended: nothing is made, repaired, scaled or rolled out any more"
+    words += ", and as no replacement comes its disruption budgets let no drain of a node end"
     verdicts: dict[ConditionType, Verdict] = {}
     for kind in (kind for kind in CONDITION_TYPES if kind != "Accepted" and before.condition(kind) is not None):
         verdicts[kind] = ("False" if kind in ENDS_WITH_IT else "Unknown", HELD_BY_OTHERS, "the fleet is deleted")

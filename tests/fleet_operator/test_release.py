@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fleet_api.v1alpha1.fleet import DRAIN
-from fleet_operator.cluster.interface import FLEET, POD, ForbiddenError
+from fleet_operator.cluster.interface import FLEET, PDB, POD, ForbiddenError
 from tests.fleet_operator.test_deletion import read
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
@@ -55,6 +55,8 @@ def test_one_that_others_keep_does_not_say_that_it_is_looked_after(spec: dict[st
         assert (ready["status"], ready["reason"]) == ("False", "HeldByFinalizer")
         assert available["status"] == "Unknown"
         assert "theirs/a, theirs/b" in ready["message"]
+        assert "its disruption budgets let no drain of a node end" in ready["message"]
+        assert await world.store.list(PDB, NAMESPACE)  # it may serve on, and nobody would replace who is evicted
         found = (await world.store.get(FLEET, NAMESPACE, "f"))["status"]["conditions"]
         assert [c["type"] for c in found if c["status"] == "True" and c["type"] != "Accepted"] == []
         for pod in await world.store.list(POD, NAMESPACE):
