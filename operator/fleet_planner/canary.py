@@ -166,7 +166,9 @@ def _judged(spec: RolloutSpec, canary: CanarySpec, status: RolloutStatus, scene:
         message = f"revision {status.target} was rolled back: {breach}"
         kept = {"stable": status.stable, "previous": status.previous}
         back = RolloutStatus(**kept, target=status.stable, failed=status.target, message=message)
-        return Course(status.stable, None, _progress(back, scene, status.stable, status.target), rolled_back=message)
+        return Course(
+            status.stable, None, _progress(back, scene, status.stable, status.target, paused=spec.paused), rolled_back=message
+        )
     if status.step >= len(canary.steps):
         return Course(status.target, None, status.model_copy(update={"percent": None, "message": ""}))
     size = _size(canary.steps[status.step], scene)

@@ -231,11 +231,16 @@ def _provisioned(views: Sequence[TierView], observed: Observed, now: float) -> V
         f"{view.tier.name}/{role}"
         for view in views
         for role, size in zip(ROLES, (view.decision.prefill, view.decision.decode), strict=True)
-        if len(_workers(view, role)) < size
+        if len(_workers(view, role)) < min(size, _planned(view, role))
     ]
     if short or observed.router is None:
         return "False", "Creating", f"pods are being created: {', '.join(short or ['router'])}{stuck(observed.pods, now)}"
     return "True", "AllCreated", f"every object exists{stuck(observed.pods, now)}"
+
+
+def _planned(view: TierView, role: Role) -> int:
+    """Workers that there may be now: in the middle of a rollout, held there or not, fewer than the tier's size."""
+    return sum(pool.replicas for pool in view.plan.pools if pool.role == role)
 
 
 def _available(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Observed, now: float) -> Verdict:

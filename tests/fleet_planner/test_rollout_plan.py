@@ -141,6 +141,20 @@ def test_what_a_paused_rollout_loses_comes_back_where_it_was(revision: str, role
     assert all(p.serving for p in world.observed.pods)
 
 
+def test_a_paused_rollout_creates_nothing_and_says_so():
+    """With maxUnavailable it is held with fewer workers than the tier's size: Provisioned said for hours that pods come."""
+    world = World(maxUnavailable=1, maxSurgeGpus=0)
+    world.steps(3)
+    world.configure(maxUnavailable=1, maxSurgeGpus=0, paused=True)
+    plan = world.steps(4)
+    assert world.sizes() == ((1, 2), (1, 1))
+    provisioned = plan.status.condition("Provisioned")
+    assert (plan.create, provisioned.reason) == ((), "AllCreated")
+    world.lose(OLD, "decode")
+    lost = reconcile(world.fleet, world.observed, world.now + 1)
+    assert (len(lost.create), lost.status.condition("Provisioned").reason) == (1, "Creating")
+
+
 def test_workers_that_find_no_node_take_nothing_from_the_old_ones_while_paused():
     world = paused_in_the_middle()
     world.configure(paused=True, maxUnavailable=2)
