@@ -42,6 +42,8 @@ TIMES = 8_192
 """Texts of times that are remembered."""
 WORKER = "worker"
 """Name of the container that is the worker."""
+NO_NODE = frozenset({"Unschedulable", "SchedulerError"})
+"""Reasons of a pod that a scheduler gave no node; SchedulerError: it failed itself, or cannot read what the pod asks for."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 
 
@@ -190,7 +192,7 @@ def _pod(pod: Object, leaving: str, sick: str, serving: bool, told: bool, busy: 
         ready_since=_told_at(ready, made_at) if ready.get("status") == "True" else None,
         unready_since=None if ready.get("status") == "True" else _told_at(ready, made_at) or made_at,
         message=pod_words.message(containers, scheduled),
-        unschedulable=scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable",
+        unschedulable=scheduled.get("status") == "False" and scheduled.get("reason") in NO_NODE,
         gated=scheduled.get("status") == "False" and scheduled.get("reason") == "SchedulingGated",
         restarts=sum(container.get("restartCount", 0) for container in containers),
         blocked=pod_words.is_blocked(containers),

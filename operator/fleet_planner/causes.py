@@ -10,11 +10,15 @@ from fleet_planner.replicas import is_overdue
 from fleet_planner.roles import Role
 from fleet_planner.types import ObservedPod, RouterView
 
+LOOK_AT_IT: Final = "look at podTemplate.schedulerName, and at that scheduler's log"
 CAUSES_MOST: Final = 3
 NAMES_MOST: Final = 3
 SILENT_S: Final = 60.0
 """A pod that is not ready and says nothing is named after so long: most are ready by then, and a status that names each of them
 as it comes up would be written once per worker."""
+UNSEEN_S: Final = 120.0
+"""A scheduler says of each pod within seconds where it goes, or why nowhere; of who leads of several that is known in half a
+minute."""
 ROUTER_TAKES_S: Final = 30.0
 """A router is ready when it knows a worker that serves: this long after the first one did, it is late."""
 
@@ -43,8 +47,15 @@ def stuck(pods: Sequence[ObservedPod], now: float) -> str:
 
 
 def unready_too_long(pods: Sequence[ObservedPod], deadline_s: float, now: float) -> bool:
-    """Whether one of them has a node and says nothing for longer than a revision may take to move."""
-    return any(pod.node is not None and pod.unready_since is not None and now - pod.unready_since > deadline_s for pod in pods)
+    """Whether one of them says nothing for longer than a revision may take to move, and no scheduler or queue says it."""
+    own = (pod.unready_since for pod in pods if pod.node is not None or not (pod.unschedulable or pod.gated))
+    return any(since is not None and now - since > deadline_s for since in own)
+
+
+def unseen(pods: Sequence[ObservedPod], now: float) -> list[ObservedPod]:
+    """Those without a node of which no scheduler says anything: none of that name runs, or it hangs."""
+    waiting = [pod for pod in pods if pod.node is None and pod.phase == "Pending" and not (pod.unschedulable or pod.gated)]
+    return [pod for pod in waiting if not (pod.message or pod.terminating) and now - pod.created_at >= UNSEEN_S]
 
 
 def router_begins(router: RouterView | None, pods: Sequence[ObservedPod], now: float) -> bool:
@@ -70,6 +81,8 @@ def _why(pod: ObservedPod, now: float) -> str:
         return pod.message + again
     if pod.unready_since is None or (now - pod.unready_since < SILENT_S and not pod.silent):
         return ""
+    if pod.node is None:
+        return f"no node since {rfc3339(pod.unready_since)}, and no scheduler says why: {LOOK_AT_IT}"
     what = "was ready, and does not answer" if pod.silent else "not ready"
     return f"{what} since {rfc3339(pod.unready_since)}{_on(pod)}{again}: look at its log"
 

@@ -40,6 +40,7 @@ SEVERE: Final = frozenset(
         "MemlockTooSmall",
         "Mismatch",
         "NoRouter",
+        "NoScheduler",
         "OutOfRatio",
         "PairFailing",
         "PrefetchFailed",

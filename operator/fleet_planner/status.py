@@ -15,7 +15,7 @@ from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import adapter_statuses, adapters_loaded
 from fleet_planner.canary import overdue
 from fleet_planner.capacity import QUOTA_WORDS
-from fleet_planner.causes import grouped, router_begins, router_words, stuck, unready, unready_too_long
+from fleet_planner.causes import LOOK_AT_IT, grouped, router_begins, router_words, stuck, unready, unready_too_long, unseen
 from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.fabric import disaggregating, transport_verified
 from fleet_planner.gang import workers_of
@@ -68,7 +68,7 @@ def plan_status(
         "TransportVerified": transport_verified([(v.tier, observed.telemetry.get(v.tier.name)) for v in views]),
         "WithinRatio": _within_ratio(views, tiers),
         "TelemetryFresh": _telemetry(fleet, observed, now),
-        "CapacityLimited": _capacity(fleet, views, observed),
+        "CapacityLimited": _capacity(fleet, views, observed, now),
         "RollingOut": _rolling(fleet, views, observed, now),
     }
     if not observed.telemetry_read:
@@ -335,7 +335,7 @@ def _telemetry(fleet: InferenceFleet, observed: Observed, now: float) -> Verdict
     return "True", "Fresh", "load and latency are known"
 
 
-def _capacity(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed) -> Verdict:
+def _capacity(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed, now: float) -> Verdict:
     causes = [(view.tier.name, words) for view in views for words in (view.decision.limited, view.plan.limited) if words]
     limited = [f"tier {tier}: {words}" for tier, words in causes]
     if limited:
@@ -345,14 +345,23 @@ def _capacity(fleet: InferenceFleet, views: Sequence[TierView], observed: Observ
         return "True", "QuotaExceeded", refused[0]
     stuck = [pod for pod in observed.pods if pod.unschedulable]
     if stuck:
-        count = f"{len(stuck)} pod{'' if len(stuck) == 1 else 's'} cannot be scheduled"
-        return "True", "Unschedulable", f"{count}: {_missing(views, stuck)}"
+        return "True", "Unschedulable", f"{_pods(stuck)} cannot be scheduled: {_missing(views, stuck)}"
     queued = [words for view in views if (words := _queued(view, observed))]
     if queued:
         return "True", "Queued", "; ".join(queued)
+    if waiting := unseen(observed.pods, now):
+        return "True", "NoScheduler", f"{_pods(waiting)} got no node, and no scheduler says why: {grouped(waiting, _look)}"
     if over := beyond(purse_of(fleet), [(view.tier, _devices(view, observed)) for view in views]):
         return "False", "BeyondBudget", over
     return "False", "Sufficient", "every pod found a node"
+
+
+def _pods(found: Sequence[ObservedPod]) -> str:
+    return f"{len(found)} pod{'' if len(found) == 1 else 's'}"
+
+
+def _look(_: ObservedPod) -> str:
+    return LOOK_AT_IT
 
 
 def _devices(view: TierView, observed: Observed) -> int:

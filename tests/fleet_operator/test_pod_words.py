@@ -110,6 +110,18 @@ def test_nothing_happened_to_a_pod_before_it_was_made(told_at: str, since_s: flo
         assert seen.unready_since == (None if ready == "True" else made_at if expected is None else expected)
 
 
+@pytest.mark.parametrize(
+    ("reason", "unschedulable", "gated"),
+    [("Unschedulable", True, False), ("SchedulerError", True, False), ("SchedulingGated", False, True), ("Odd", False, False)],
+)
+def test_a_pod_that_a_scheduler_gave_no_node(reason: str, unschedulable: bool, gated: bool):
+    """SchedulerError: it cannot read what the pod asks for. CapacityLimited said "every pod found a node"."""
+    meta = {"name": "f-t-decode-a-0", "uid": "u", "labels": {"inferencefleet.io/role": "decode", "inferencefleet.io/tier": "t"}}
+    status = {"phase": "Pending", "conditions": [{**NO_NODE, "reason": reason}]}
+    (seen,) = observe_pods([{"metadata": meta, "spec": {}, "status": status}])
+    assert (seen.unschedulable, seen.gated, seen.message) == (unschedulable, gated, "0/2 nodes are available")
+
+
 def router(*conditions: dict[str, Any], deleted: bool = False) -> dict[str, Any]:
     meta = {"name": "f-router-x"} | ({"deletionTimestamp": "2026-01-01T00:00:00Z"} if deleted else {})
     return {"metadata": meta, "status": {"conditions": list(conditions)}}

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from fleet_api.v1alpha1.status import Condition, FleetStatus
-from fleet_planner.causes import ROUTER_TAKES_S, SILENT_S
+from fleet_planner.causes import ROUTER_TAKES_S, SILENT_S, UNSEEN_S
 from fleet_planner.events import Pass, events_of
 from fleet_planner.reconcile import reconcile
 from fleet_planner.types import Observed, ObservedPod, Problem, RouterView
 from tests.fleet_planner.test_reconcile import NOW, carry_out, fleet, start
 
 HALF_AN_HOUR_S = 1_800.0
+NOBODY = "tier t: 0 prefill and 0 decode workers are serving"
 
 
 def condition(kind: str, observed: Observed, now: float = NOW) -> tuple[str, str, str]:
@@ -62,6 +63,25 @@ def test_a_worker_that_hangs_for_as_long_as_a_rollout_may_is_late(serving: Obser
     assert condition("Available", unready(serving), NOW + HALF_AN_HOUR_S + 1)[1] == "WorkersLate"
     waiting = unready(serving, node=None, unschedulable=True)
     assert condition("Available", waiting, NOW + HALF_AN_HOUR_S + 1)[1] == "WorkersPending", "not late: there is no room"
+
+
+def test_pods_that_no_scheduler_looks_at_are_named_with_what_to_look_at(serving: Observed):
+    """3 am: a podTemplate.schedulerName of a scheduler that did not run. CapacityLimited said "every pod found a node", Available
+    WorkersStarting for ever, without a Warning: look at the log of a pod that has none."""
+    lost = unready(serving, node=None, phase="Pending")
+    named = ", ".join(names(serving))
+    look = "look at podTemplate.schedulerName, and at that scheduler's log"
+    assert condition("CapacityLimited", lost, NOW + UNSEEN_S - 1)[1] == "Sufficient"
+    told = condition("CapacityLimited", lost, NOW + UNSEEN_S)
+    assert told == ("True", "NoScheduler", f"3 pods got no node, and no scheduler says why: {named}: {look}")
+    said = f"{named}: no node since 1970-01-01T00:16:40Z, and no scheduler says why: {look}"
+    assert condition("Available", lost, NOW + SILENT_S)[1:] == ("WorkersStarting", f"{NOBODY}: {said}")
+    assert condition("Available", lost, NOW + HALF_AN_HOUR_S + 1)[1:] == ("WorkersLate", f"{NOBODY}: {said}")
+    for change in ({"gated": True}, {"message": "words"}, {"terminating": True}, {"phase": "Failed"}, {"unschedulable": True}):
+        other = unready(serving, **{"node": None, "phase": "Pending"} | change)
+        assert condition("CapacityLimited", other, NOW + UNSEEN_S)[1] != "NoScheduler"
+    gated = unready(serving, node=None, phase="Pending", gated=True)
+    assert condition("Available", gated, NOW + HALF_AN_HOUR_S + 1)[1] == "WorkersStarting", "a queue has them"
 
 
 @pytest.mark.parametrize(

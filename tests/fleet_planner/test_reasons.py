@@ -56,6 +56,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "NoNodes": ("ModelCached", "Unknown", "", ""),  # by CapacityLimited
     "NoPeerKey": ("PeerKey", "False", "Normal", "Normal"),  # everything serves
     "NoRouter": ("Available", "False", "Warning", "Warning"),
+    "NoScheduler": ("CapacityLimited", "True", "Warning", "Warning"),
     "NoServingSet": ("WithinRatio", "Unknown", "", ""),  # by Available
     "NoTransferYet": ("Disaggregating", "Unknown", "", ""),
     "NodesUnknown": ("ModelCached", "Unknown", "", ""),
