@@ -318,3 +318,19 @@ def test_a_revision_that_does_not_come_says_why_and_what_to_do(rollout: dict[str
     assert told[0] == reason
     assert NO_IMAGE in told[1]
     assert told[1].endswith(next_step)
+
+
+def test_what_ails_an_old_worker_is_not_what_the_new_revision_waits_for():
+    world = World(progressDeadline="1m")
+    world.steps(1)
+    for _ in range(2):
+        world.now += 61
+        cannot_start(world)
+        ill = next(p for p in world.observed.pods if (p.revision, p.role) == (OLD, "decode"))
+        hung = replace(ill, ready=False, message="its disk is full")
+        world.observed = replace(world.observed, pods=tuple(hung if p is ill else p for p in world.observed.pods))
+        plan = world.steps(1)
+    reason, words = world.rolling(plan)
+    assert reason == "ProgressDeadlineExceeded"
+    assert NO_IMAGE in words
+    assert "disk" not in words

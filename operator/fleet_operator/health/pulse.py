@@ -25,8 +25,15 @@ ASK_S: Final = 10.0
 class _Stream:
     """The newest connection of one watch."""
 
+    kind: str
     content: Any
-    read_bytes: int = -1
+    heard_at: float
+    read_bytes: int
+
+    @property
+    def is_open(self) -> bool:
+        """Neither side has ended it."""
+        return self.content.exception() is None and not self.content.is_eof()
 
 
 class Pulse:
@@ -36,7 +43,7 @@ class Pulse:
         self._bounds = bounds or Bounds()
         self._clock = clock
         self._streams: dict[str, _Stream] = {}
-        self._heard: dict[str, float] = {}
+        """By path: of several namespaces each has its own."""
         self._answered_at: float | None = None
         self._loop_at: float | None = None
         self._passes: dict[int, float] = {}
@@ -66,10 +73,9 @@ class Pulse:
         self._passes.pop(number, None)
 
     # -- watches ----------------------------------------------------------------------------------------------------
-    def opened(self, kind: str, content: Any) -> None:
+    def opened(self, path: str, content: Any) -> None:
         """A watch was connected; `content` counts its bytes in `total_bytes`."""
-        self._streams[kind] = _Stream(content)
-        self._heard[kind] = self._clock()
+        self._streams[path] = _Stream(path.rpartition("/")[2], content, self._clock(), content.total_bytes)
 
     def trace(self) -> aiohttp.TraceConfig:
         """Tells `opened` of every watch of an aiohttp session."""
@@ -77,28 +83,34 @@ class Pulse:
 
         async def ended(_: Any, __: Any, params: aiohttp.TraceRequestEndParams) -> None:
             if params.url.query.get("watch") in ("true", "1") and params.response.status == 200:
-                self.opened(params.url.path.rpartition("/")[2], params.response.content)
+                self.opened(params.url.path, params.response.content)
 
         config.on_request_end.append(ended)
         return config
 
-    def _listen(self) -> None:
-        for kind, stream in self._streams.items():
+    def _heard(self) -> dict[str, float]:
+        """By kind: when that watch of it which has been silent for longest last carried anything. One that has ended counts where
+        no other of its kind is open: else its namespace is gone, or it is opened anew in a moment."""
+        for stream in self._streams.values():
             if stream.content.total_bytes != stream.read_bytes:
-                stream.read_bytes = stream.content.total_bytes
-                self._heard[kind] = self._clock()
+                stream.read_bytes, stream.heard_at = stream.content.total_bytes, self._clock()
+        alive = {stream.kind for stream in self._streams.values() if stream.is_open}
+        self._streams = {path: one for path, one in self._streams.items() if one.is_open or one.kind not in alive}
+        found: dict[str, float] = {}
+        for stream in self._streams.values():
+            pick = min if stream.kind in alive else max
+            found[stream.kind] = pick(stream.heard_at, found.get(stream.kind, stream.heard_at))
+        return found
 
     def watch_ages(self) -> dict[str, float]:
         """Seconds since each watch last carried anything."""
-        self._listen()
-        return {kind: self._clock() - at for kind, at in sorted(self._heard.items())}
+        return {kind: self._clock() - at for kind, at in sorted(self._heard().items())}
 
     # -- together ---------------------------------------------------------------------------------------------------
     def vitals(self) -> Vitals:
         """All that is known now."""
-        self._listen()
         oldest = min(self._passes.values(), default=None)
-        return Vitals(self._working, self._loop_at, oldest, dict(self._heard), self._answered_at)
+        return Vitals(self._working, self._loop_at, oldest, self._heard(), self._answered_at)
 
     def ailments(self) -> tuple[str, ...]:
         """What is wrong now; empty: nothing."""

@@ -65,7 +65,8 @@ def played(scenario: Callable[[Pulse, Clock, str, Any], Awaitable[None]]) -> Non
                 await answer.write(piece)
             return answer
 
-        app.router.add_get("/api/v1/pods", watch)
+        for path in ("/api/v1/pods", "/api/v1/namespaces/{name}/pods"):
+            app.router.add_get(path, watch)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -106,6 +107,31 @@ def test_bytes_of_a_watch_are_heard_and_silence_is_told():
             # it is connected anew
             async with session.get(url, params={"watch": "true"}):
                 assert pulse.ailments() == ()
+
+    played(scenario)
+
+
+def test_each_namespace_has_its_own_watch_until_it_is_gone():
+    """Only the one that was opened last was listened to: others of the kind could hang, and where its namespace was deleted the
+    operator was restarted for a silence that was none."""
+
+    async def scenario(pulse: Pulse, clock: Clock, url: str, said: Any) -> None:
+        def watched(session: aiohttp.ClientSession, name: str) -> Any:
+            return session.get(url.replace("pods", f"namespaces/{name}/pods"), params={"watch": "true"})
+
+        async with aiohttp.ClientSession(trace_configs=[pulse.trace()]) as session, watched(session, "a") as first:
+            clock.now = 1.0
+            async with watched(session, "b"):
+                clock.now = 200.0
+                await said.put(b'{"type":"BOOKMARK"}\n')  # the server's first handler waits for it first
+                await first.content.readline()
+                assert pulse.watch_ages() == {"pods": 199.0}, "the other one is silent"
+                await pulse.check(answers)
+                assert "the watch of pods has been silent for 199 s" in pulse.ailments()[0]
+            assert pulse.watch_ages() == {"pods": 0.0}, "its namespace is gone"
+            assert pulse.ailments() == ()
+        clock.now = 400.0
+        assert pulse.watch_ages() == {"pods": 200.0}, "none is open, and none is opened anew"
 
     played(scenario)
 
