@@ -206,6 +206,12 @@ def test_what_a_lagging_cache_does_again_is_no_news():
     assert fresh == (worker("deleted", "d0"),)
 
 
+def test_each_edit_of_a_child_is_news():
+    memory, first = news(Told(), [Deed("changed", "Service", "s", "u1", undid="spec.type")], NOW)
+    second = Deed("changed", "Service", "s", "u1", undid="spec.ports")
+    assert (len(first), news(memory, [second], NOW + 1)[1]) == (1, (second,))
+
+
 def test_a_child_made_anew_is_not_missing_but_one_deleted_later_is():
     memory, fresh = news(Told(), [Deed("deleted", "Service", "s", "u1", why="made anew: x")], NOW)
     assert [deed.verb for deed in fresh] == ["deleted"]

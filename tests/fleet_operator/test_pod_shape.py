@@ -12,6 +12,7 @@ import pytest
 
 from fleet_api.parse import parse_fleet
 from fleet_api.v1alpha1.fabric import HOST_PORT_RANKS
+from fleet_operator.claims import short_of_claims
 from fleet_operator.cluster.interface import CLAIM_TEMPLATE, CONFIG_MAP, DEPLOYMENT, FLEET, NETWORK_POLICY, POD
 from fleet_operator.flip.follow import DEFAULT_PORTS
 from fleet_operator.names import ROLE
@@ -20,10 +21,13 @@ from fleet_operator.render.network import PORTS, render_policy, worker_ports
 from fleet_operator.render.revision import template_of
 from fleet_operator.render.worker import at_ordinal, pod_spec
 from fleet_operator.settings import Platform
+from fleet_planner.wanted import PodWanted
 from fleet_wire.endpoints import Endpoint
 from fleet_worker.config import CONFIG_ENV
 from tests.fleet_api.bad_manifests import WHOLE_TEMPLATE
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
+
+CLAIMED = [{"name": name, "resourceClaimTemplateName": f"p-{name}"} for name in ("nic", "gpu")]
 
 HOST = {"via": "hostNetwork", "hostPorts": {"first": 20_000}}
 
@@ -304,6 +308,27 @@ def test_deleted_claims_are_put_back_while_a_pod_waits_for_them_and_only_then():
         assert await again() == (0, 0)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("change", "short"),
+    [
+        ({}, True),
+        ({"status": {"resourceClaimStatuses": [{"name": "nic"}]}}, True),  # one of two
+        ({"status": {"resourceClaimStatuses": [{"name": "nic"}, {"name": "gpu"}]}}, False),
+        ({"spec": {"nodeName": "n", "resourceClaims": CLAIMED}}, False),
+        ({"spec": {"resourceClaims": [{"name": "own", "resourceClaimName": "c"}]}}, False),  # not of a template
+        ({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}, False),
+        ({"metadata": {"labels": {"inferencefleet.io/pool": "p"}}}, False),  # somebody took labels away
+    ],
+    ids=["waits", "waits-for-one", "has-them", "has-a-node", "claim-of-its-own", "goes", "unmarked"],
+)
+def test_whose_claims_are_put_again(change: dict[str, Any], short: bool):
+    marks = {"pool": "p", "tier": "t", "role": "decode", "revision": "r"}
+    meta = {"name": "p-0", "labels": {f"inferencefleet.io/{name}": value for name, value in marks.items()}}
+    pod = {"metadata": meta | change.get("metadata", {}), "spec": change.get("spec", {"resourceClaims": CLAIMED})}
+    found = short_of_claims({("Pod", "p-0"): pod | {"status": change.get("status", {})}, ("Service", "p-0"): {}})
+    assert found == ([PodWanted("p-0", "p", "t", "decode", "r", 0)] if short else [])
 
 
 @pytest.mark.parametrize(("drain", "pod", "hung"), [("9m", 555, 60), ("1m", 75, 60), ("20s", 35, 35)])

@@ -99,6 +99,14 @@ def test_a_worker_that_served_and_does_not_answer_is_not_called_starting(serving
     assert condition("Available", replace(serving, pods=crashed), NOW + 1)[1] == "WorkersFailing"
 
 
+def test_one_role_alone_is_not_a_fleet_that_serves(serving: Observed):
+    """Decode workers compute prompts themselves for as long as no prefill worker is there: what was asked for is not."""
+    lost = {"ready": False, "ready_since": None, "unready_since": NOW}
+    pods = [replace(pod, serving=True, **(lost if pod.role == "prefill" else {})) for pod in serving.pods]
+    told = condition("Available", replace(serving, pods=tuple(pods)), NOW + 1)
+    assert told == ("False", "WorkersStarting", "tier t: 0 prefill and 2 decode workers are serving")
+
+
 def test_a_silent_worker_of_a_role_that_serves_says_nothing_of_the_one_that_starts(serving: Observed):
     first = next(pod for pod in serving.pods if pod.role == "decode")
     lost = {"ready": False, "ready_since": None, "unready_since": NOW}
