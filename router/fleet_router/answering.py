@@ -483,13 +483,13 @@ class Answering(Metering):
         """Its answer broke off."""
         self._context.metrics.streams_broken += 1
 
-    def _leave(self, outcome: Outcome) -> None:
-        """Give the slot back and settle; once, whatever ended the request."""
+    def _leave(self, outcome: Outcome, begun: bool = True) -> None:
+        """Give the slot back and settle; once, whatever ended the request. `begun`: it did not only wait."""
         used = None
         if self._metered and outcome == "answered":
             used = self._used()
         self._context.recorder.close(self.record, outcome, self.last_byte_at, self._gaps + (not self._first))
-        self._context.desk.leave(self._ticket, outcome, used)
+        self._context.desk.leave(self._ticket, outcome, used, begun)
 
     @abstractmethod
     def end_leg(self) -> None:

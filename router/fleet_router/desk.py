@@ -230,13 +230,15 @@ class Desk:
         return Runaway(ticket.lane.config.max_output_tokens * choices_of(ask))
 
     # -- a request goes ---------------------------------------------------------------------------------------------
-    def leave(self, ticket: Ticket, outcome: Outcome, used: tuple[int, int] | None) -> None:
-        """It ended having `used` (input, output) tokens, None where nobody counts; whoever waits may begin."""
+    def leave(self, ticket: Ticket, outcome: Outcome, used: tuple[int, int] | None, begun: bool = True) -> None:
+        """It ended having `used` (input, output) tokens, None where nobody counts; whoever waits may begin. `begun`: it was
+        sent to a worker, which one that waits here never was."""
         if ticket.state == "done":
             return
         if ticket.waiting:
             self._flows.pop(ticket, None)
-        ticket.lane.account.settle(ticket.charged, outcome, used or (ticket.charged, 0), int(self._clock() * 1e9))
+        begun = begun and not ticket.waiting
+        ticket.lane.account.settle(ticket.charged, outcome, used or (ticket.charged, 0), int(self._clock() * 1e9), begun)
         self.gate.leave(ticket)
         if self.gate.waiting:
             self.tick()

@@ -415,8 +415,7 @@ class Flow(Hedging):
         self.end_leg()
         self._release_lease()
         self._keep_no_more()
-        waited = self._ticket.waiting or (self._held and not self.started)
-        self._leave("failed" if waited else self._outcome)
+        self._leave(self._outcome, begun=self.started or not (self._ticket.waiting or self._held))
 
     def expire(self, now: float) -> None:
         """The deadline for the next byte has passed: the worker's fault, unless the client takes nothing."""

@@ -23,17 +23,19 @@ from fleet_router.admission.tenants import parse_tenants
 from fleet_router.config import ExplainBounds
 from fleet_router.explain.journal import Journal
 from fleet_router.explain.route import rights_of
+from fleet_router.follow.documents import Documents
 from fleet_router.health.breaker import PAIR_FAILURES_MOST
 from fleet_router.workers import Worker
+from fleet_wire.endpoints import AtZero, Endpoints
 from tests.fleet_router.fake_worker import answer
 from tests.fleet_router.rig import CONFIG, Rig, answer_of, ask, http, run, until
 
 KEYS = {"own": "sk-own-key", "all": "sk-all-key", "none": "sk-none-key"}
 
 
-def tenants() -> bytes:
+def tenants(**limits: float) -> bytes:
     rows = [
-        {"name": f"t-{name}", "keys": ["sha256:" + hashlib.sha256(key.encode()).hexdigest()], "decisions": name}
+        {"name": f"t-{name}", "keys": ["sha256:" + hashlib.sha256(key.encode()).hexdigest()], "decisions": name, **limits}
         for name, key in KEYS.items()
     ]
     return json.dumps({"salt": "s" * 32, "tenants": rows}).encode()
@@ -160,6 +162,43 @@ def test_what_runs_is_there_already_and_who_left_is_told_apart():
         over.set()
 
     run(go)
+
+
+@pytest.mark.parametrize("waits_for", ["slot", "workers"])
+def test_who_leaves_while_it_waits_has_left_and_has_not_failed(waits_for: str):
+    """It was told and counted as a failure of ours, without a word; its request of requests/s is given back as before."""
+
+    async def go(rig: Rig) -> None:
+        over = asyncio.Event()
+
+        async def hang(_: Any, __: asyncio.StreamWriter) -> bool:
+            await over.wait()
+            return False
+
+        rig.decode[0].behave = hang
+        desk, key = rig.context.desk, f"authorization: Bearer {KEYS['all']}"
+        desk.tenants_needed = True
+        desk.know(parse_tenants(tenants(requestsPerSecond=0.001, requestsBurst=9)))
+        reader, first, _ = await rig.connect()
+        first.write(http(ask(prompt="short"), f"authorization: Bearer {KEYS['own']}"))
+        await until(lambda: desk.gate.running == 1)
+        if waits_for == "workers":
+            nobody = Endpoints(fleet="f", namespace="n", at_zero=(AtZero(tier="t"),))
+            rig.router.apply(Documents(rig.context.config, nobody))
+        _, writer, connection = await rig.connect()
+        writer.write(http(ask(prompt="gone"), key, "x-request-id: gone"))
+        await until(lambda: connection.flow is not None and len(rig.context.holding) + desk.gate.waiting == 1)
+        writer.transport.abort()
+        await until(lambda: rig.sweep() is None and len(rig.context.holding) + desk.gate.waiting == 0)
+        (one,) = (await said(rig, "?id=gone", key))[1]["decisions"]
+        account = desk.accounts["t-all"]
+        assert (one["state"], account.counts["left"], account.counts["failed"]) == ("left", 1, 0)
+        assert account.requests is not None
+        assert account.requests.taken == 0
+        over.set()
+        assert (await answer_of(reader))[0] == 200
+
+    run(go, prefill=0, config=msgspec.structs.replace(CONFIG, worker_slots=1, ttft_budget_s=5.0))
 
 
 def test_without_a_worker_the_reason_is_told():

@@ -6,8 +6,8 @@ A request is charged when it is admitted, with its prompt's estimated tokens, an
 |---|---|---|
 | answered: with an answer, whole or broken after its first byte | stays | what was used |
 | refused: a worker refused it (4xx) | stays | given back |
-| left: the client left before the first byte, work had begun | stays | given back |
-| failed: 5xx, or the client left the queue: the client got nothing of us | given back | given back |
+| left: the client left before the first byte | stays; given back where no work had begun | given back |
+| failed: 5xx, the client got nothing of us | given back | given back |
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ class Account:
         self.changed = True
         return None
 
-    def settle(self, charged: int, outcome: Outcome, used: tuple[int, int], now_ns: int) -> None:
-        """The request ended; `used` are its (input, output) tokens, looked at when it was answered. Exactly once per charge."""
+    def settle(self, charged: int, outcome: Outcome, used: tuple[int, int], now_ns: int, begun: bool = True) -> None:
+        """The request ended; `used` are its (input, output) tokens, looked at when it was answered. `begun`: it did not only
+        wait. Exactly once per charge."""
         self.inflight -= 1
         self.changed = True
         self.counts[outcome] += 1
@@ -101,7 +102,7 @@ class Account:
             return
         if self.tokens is not None:
             self.tokens.give(charged)
-        if outcome == "failed" and self.requests is not None:
+        if (outcome == "failed" or not begun) and self.requests is not None:
             self.requests.give(1)
 
     def used_elsewhere(self, inflight: int, requests: int, tokens: int, routers: int, now_ns: int) -> None:

@@ -261,7 +261,7 @@ class Climb:
         draft.drop()
         self._context.metrics.client_left += 1
         draft.record.went_wrong(self._context.clock(), "the client left")
-        self._end(draft, "failed" if self._ticket.waiting else "left", "left")
+        self._end(draft, "left", "left")
 
     def cut(self, error: RequestError) -> None:
         """End it now; the client is told why."""
