@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.server
 import json
+import ssl
 import stat
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from e2e.certs import Authority
 from fleet_cli.explain.told import told
 from fleet_cli.main import main
 from fleet_router.config import HedgeBounds
@@ -135,7 +137,7 @@ def test_a_right_is_needed_and_the_key_is_never_an_argument(
 
 def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str]):
     assert main(["explain", "x", "--url", "http://127.0.0.1:9"]) == 1
-    assert capsys.readouterr().err == "fleet: http://127.0.0.1:9: no answer of a router (ConnectError)\n"
+    assert capsys.readouterr().err == f"fleet: {DEAD}: {REFUSED}\n"
 
 
 KUBECTL = """#!/bin/sh
@@ -206,16 +208,31 @@ class Answers(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def answering(status: int, body: object) -> Iterator[str]:
+def answering(status: int, body: object, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     kind = type("Answering", (Answers,), {"answer": (status, body)})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http{'s' if tls is not None else ''}://127.0.0.1:{server.server_port}"
         server.shutdown()
 
 
 RECORD = {"at": 1.0, "request_id": "r1", "state": "answered"}
 DEAD = "http://127.0.0.1:9"
+REFUSED = "no answer of a router (ConnectError: [Errno 111] Connection refused)"
+
+
+def test_a_certificate_that_is_not_trusted_is_named_and_what_to_ask_instead(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """It was 'no answer of a router (ConnectError)', as if nobody was there."""
+    files = Authority(tmp_path, "own-ca").leaf("127.0.0.1")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(*files)
+    with answering(200, {"decisions": [RECORD]}, tls) as url:
+        assert main(["explain", "r1", "--url", url]) == 1
+    said = capsys.readouterr().err
+    assert "certificate verify failed" in said
+    assert "its admin port (8081) answers plain HTTP" in said
 
 
 @pytest.mark.parametrize("dead_first", [True, False])
@@ -225,7 +242,7 @@ def test_a_dead_router_does_not_hide_anothers_record(capsys: pytest.CaptureFixtu
         assert main(["explain", "r1", *(part for url in urls for part in ("--url", url))]) == 0
     said = capsys.readouterr()
     assert said.out.startswith("request   r1, ")
-    assert said.err == f"fleet: {DEAD}: no answer of a router (ConnectError); its records are missing here\n"
+    assert said.err == f"fleet: {DEAD}: {REFUSED}; its records are missing here\n"
 
 
 def test_records_alone_are_on_standard_output(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -254,7 +271,7 @@ def test_without_any_record_a_dead_router_is_the_answer(capsys: pytest.CaptureFi
     """It may have been the one that had it."""
     with answering(404, {"error": {"code": "no_record"}}) as alive:
         assert main(["explain", "r1", "--url", alive, "--url", DEAD]) == 1
-    assert capsys.readouterr().err == f"fleet: {DEAD}: no answer of a router (ConnectError)\n"
+    assert capsys.readouterr().err == f"fleet: {DEAD}: {REFUSED}\n"
 
 
 @pytest.mark.parametrize(

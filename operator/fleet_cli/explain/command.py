@@ -19,6 +19,8 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 KEY_VARIABLE = "FLEET_API_KEY"
 TIMEOUT_S = 10.0
 LAST = 10
+WORDS_MOST = 200
+"""Characters of what a library says of an error."""
 
 
 def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -144,9 +146,12 @@ def ask(url: str, request: str | None, key: str) -> list[dict[str, Any]]:
         answer = httpx.get(
             f"{url.rstrip('/')}/debug/decisions", params=query, headers=headers, timeout=TIMEOUT_S, trust_env=False
         )
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise RunError(f"{url}: no answer of a router ({_why(error)})") from error
+    try:
         said = answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise RunError(f"{url}: no answer of a router ({type(error).__name__})") from error
+    except ValueError as error:
+        raise RunError(f"{url}: no answer of a router (status {answer.status_code}, no JSON)") from error
     fields: dict[str, Any] = said if isinstance(said, dict) else {}
     found, refusal = fields.get("decisions"), fields.get("error")
     if answer.status_code == 200 and isinstance(found, list) and all(_is_record(one) for one in found):
@@ -155,6 +160,13 @@ def ask(url: str, request: str | None, key: str) -> list[dict[str, Any]]:
     if answer.status_code == 404 and refused.get("code") == "no_record":
         return []
     raise RunError(f"{url}: {refused.get('message') or f'no answer of a router (status {answer.status_code})'}")
+
+
+def _why(error: Exception) -> str:
+    """In one line; of a certificate, what can be asked instead."""
+    name, words = type(error).__name__, " ".join(str(error).split())[:WORDS_MOST]
+    instead = "; where it speaks TLS, its admin port (8081) answers plain HTTP" if "SSL" in words else ""
+    return f"{name}: {words}{instead}" if words else name
 
 
 def _is_record(one: object) -> bool:
