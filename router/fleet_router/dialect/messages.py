@@ -39,6 +39,7 @@ class Messages(ChatTranslation):
     image: ClassVar = "image"
     names: ClassVar = {
         "stop": "stop_sequences", "prompt": "messages", "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+        "reasoning_effort": "thinking",
     }  # fmt: skip
 
     def __init__(self, body: bytes, request_id: str) -> None:

@@ -100,7 +100,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class ThinkingMode(msgspec.Struct, frozen=True):
-    """Only "disabled" is served."""
+    """Only "disabled" is served, in the words of chat: a model that thinks unless it is told not to would think."""
 
     type: Literal["disabled"]
 
@@ -149,6 +149,7 @@ def chat_request(asked: MessagesRequest) -> dict[str, Any]:
         tools=chat_tools(asked.tools),
         tool_choice=_choice(choice) if choice is not None else None,
         parallel_tool_calls=False if single else None,
+        reasoning_effort="none" if asked.thinking is not None else None,
     )
 
 

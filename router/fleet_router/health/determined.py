@@ -10,6 +10,7 @@ KNOWN: Final = frozenset({
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p",
     "seed", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options", "return_token_ids", "user", "metadata", "store",
     "service_tier", "n", "cache_salt", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "reasoning_effort",
 })  # fmt: skip
 """With another field that says something the answer may depend on what we do not know, or hold what we could not compare."""
 GREEDY_BELOW: Final = 1e-5

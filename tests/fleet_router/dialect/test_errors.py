@@ -103,6 +103,7 @@ def test_what_the_router_refuses_it_names_as_the_client_wrote_it(
         (MESSAGES, ("messages", IMAGE), ("messages[].content[].type is 'image'; served: 'text'", None)),
         (RESPONSES, ("messages", IMAGE), ("input[].content[].type is 'input_image'; served: 'text'", "input")),
         (MESSAGES, ("prompt", "prompt holds 9"), ("messages holds 9", None)),
+        (MESSAGES, ("reasoning_effort", "reasoning_effort is none"), ("thinking is none", None)),
         (
             MESSAGES,
             ("parallel_tool_calls", "parallel_tool_calls is not supported"),

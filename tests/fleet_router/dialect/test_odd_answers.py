@@ -257,3 +257,14 @@ def test_what_only_informs_is_passed_over():
         assert "cache_control" not in said
 
     run(go, prefill=0)
+
+
+@pytest.mark.parametrize(("more", "sent"), [({}, None), ({"thinking": {"type": "disabled"}}, "none")], ids=["silent", "disabled"])
+def test_a_model_is_told_not_to_think(more: dict[str, Any], sent: str | None):
+    """It was taken, and told nobody: Qwen3 thinks unless it is told not to. vLLM clears enable_thinking for it."""
+
+    async def go(rig: Rig) -> None:
+        status, _ = await told(rig, "/v1/messages", says(THOUGHT), **more)
+        assert (status, rig.decode[0].seen[-1].get("reasoning_effort")) == (200, sent)
+
+    run(go, prefill=0)

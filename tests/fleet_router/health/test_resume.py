@@ -75,7 +75,7 @@ def asked(**more: Any) -> Any:
         ({}, False), ({"seed": 4}, True), ({"seed": None}, False), ({"temperature": 1, "seed": 0}, True),
         ({"temperature": 0, "n": 1}, True), ({"temperature": 0, "n": 2}, False), ({"temperature": 0, "tools": []}, False),
         ({"temperature": 0, "tools": None}, True), ({"temperature": 0, "logprobs": 1}, False),
-        ({"seed": 1, "who": "knows"}, False),
+        ({"seed": 1, "who": "knows"}, False), ({"temperature": 0, "reasoning_effort": "none"}, True),
     ],
 )  # fmt: skip
 def test_only_what_we_know_to_be_determined_is_carried_on(fields: dict[str, Any], expected: bool):
