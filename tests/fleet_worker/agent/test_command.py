@@ -15,7 +15,6 @@ from fleet_worker.agent.engine_client import parse_load
 from fleet_worker.agent.errors import ConfigError
 from fleet_worker.agent.identity import read_identity
 from fleet_worker.agent.life import Load
-from fleet_worker.agent.supervise import pick_cause
 from fleet_worker.config import AdapterSettings, KvSettings, Parallel, Ports, WorkerConfig, decode, encode
 
 
@@ -143,17 +142,6 @@ def test_bad_environment_names_the_variable(change: dict[str, str], words: str):
 def test_load_is_summed_over_label_sets_and_absent_is_none():
     text = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 3.0\nvllm:num_requests_waiting 1\n'
     assert parse_load(text) == Load(5, 1, None)
-
-
-def test_the_cause_is_the_last_line_that_is_no_traceback_frame():
-    lines = [
-        "Traceback (most recent call last):",
-        '  File "x.py", line 1',
-        "ValueError: no tensor lm_head.weight",
-        "   ",
-        "",
-    ]
-    assert pick_cause(lines) == "ValueError: no tensor lm_head.weight"
 
 
 SHORT_FORMS: list[tuple[tuple[str, ...], str | None]] = [

@@ -377,6 +377,16 @@ def test_lines_of_the_engine_that_were_dropped_are_in_the_agents_metrics():
     assert "\nfleet_agent_log_dropped_total 17\n" in after
 
 
+def test_what_vllm_died_of_is_told_though_its_stderr_ends_with_something_else():
+    told = "(EngineCore pid=9) ERROR 11-27 21:03:26 [core.py:1512] "
+    engine = to_its_end(f"""
+import sys
+print({told!r} + "EngineCore encountered a fatal error.", {told!r} + "ValueError: no room", sep="\\n", flush=True)
+print("x.py:254: UserWarning: resource_tracker: There appear to be 2 leaked shared_memory objects", file=sys.stderr)
+""")
+    assert engine.last_words() == "EngineCore encountered a fatal error: ValueError: no room"
+
+
 def test_an_engine_that_talks_on_its_stdout_is_not_held_up_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """vLLM logs to stdout: it was the agent's own, and nobody read it."""
     monkeypatch.setenv("OUT", str(tmp_path / "seen"))

@@ -22,6 +22,7 @@ from pathlib import Path
 from fleet_worker.agent import guard
 from fleet_worker.agent.command import EngineCommand
 from fleet_worker.agent.errors import ConfigError
+from fleet_worker.agent.lastwords import Fatal, pick_cause
 from fleet_worker.agent.logpump import STDERR, STDOUT, LogPump
 from fleet_worker.segments import Segments, make
 from fleet_worker.transfer.ucxlog import UcxReport
@@ -93,7 +94,8 @@ class EngineProcess:
         self.ucx = UcxReport()
         """By which transport the engine reads, in UCX's own words."""
         self.log = LogPump(self._heard, log_fd)
-        self.out = LogPump(lambda _: True, out_fd)
+        self._fatal = Fatal()
+        self.out = LogPump(self._told, out_fd)
         """vLLM logs to its stdout."""
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -139,6 +141,11 @@ class EngineProcess:
         if self.ucx.feed(line):
             return False
         self._tail.append(line.rstrip())
+        return True
+
+    def _told(self, line: str) -> bool:
+        """All of its stdout is for ours."""
+        self._fatal.feed(line)
         return True
 
     def reap(self) -> None:
@@ -194,11 +201,12 @@ class EngineProcess:
             await asyncio.sleep(GROUP_POLL_S)
 
     def last_words(self) -> str:
-        """The most telling of the last stderr lines: the last one that is not part of a traceback's frames. Its end is known
-        before the thread that reads them has come to theirs."""
+        """What vLLM says to be fatal, else the most telling of the last stderr lines. Its end is known before the threads that
+        read them have come to theirs."""
         if self.exited.done():
             self.log.hear_out(WORDS_S)
-        return pick_cause(list(self._tail))
+            self.out.hear_out(WORDS_S)
+        return self._fatal.words or pick_cause(list(self._tail))
 
 
 def _dead_child() -> int | None:
@@ -223,14 +231,6 @@ def how_ended(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     return f"killed by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
-
-
-def pick_cause(lines: list[str]) -> str:
-    """Last non-empty line that starts in column one (a traceback's frames are indented)."""
-    for line in reversed(lines):
-        if line.strip() and not line[0].isspace():
-            return line.strip()[:500]
-    return ""
 
 
 def watch_children(loop: asyncio.AbstractEventLoop, reap: Callable[[], None]) -> None:
