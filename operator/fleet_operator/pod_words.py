@@ -82,9 +82,16 @@ def _waiting(container: Mapping[str, Any]) -> Mapping[str, Any]:
 def last_words(ended: Mapping[str, Any]) -> str:
     """Of a container that ended: its own, behind what the kernel or the kubelet did to it. Who is killed says nothing of it: its
     last line is whatever it said before, of which it did not die."""
-    words, reason = str(ended.get("message") or "").strip()[-WORDS_MOST:], str(ended.get("reason") or "")
+    words, reason = _end_of(str(ended.get("message") or "").strip()), str(ended.get("reason") or "")
     done = reason if reason and reason not in ORDINARY else _killed(ended.get("exitCode", 0))
     return ": ".join(part for part in (done, words) if part) or reason or f"exit code {ended.get('exitCode')}"
+
+
+def _end_of(words: str) -> str:
+    """Its last whole lines, where there are more than are told: the end of a log is often taken for its message."""
+    end = words[-WORDS_MOST:]
+    cut = len(words) > WORDS_MOST and words[-WORDS_MOST - 1] != "\n"
+    return end.partition("\n")[2] if cut and "\n" in end else end
 
 
 def _killed(code: int) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from fleet_operator.names import FLIP
 from fleet_operator.observe import observe_pods, observe_router
+from fleet_operator.pod_words import last_words
 from fleet_operator.recorder import render_event
 from fleet_planner.events import Event
 
@@ -56,6 +57,25 @@ def test_a_worker_that_is_not_ready(container: dict[str, Any], message: str, blo
     }
     (seen,) = observe_pods([pod])
     assert (seen.message, seen.blocked) == (message, blocked)
+
+
+CAUSE = "EngineDied: " + "x" * 288
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (f"{'y' * 300}\n{CAUSE}\n", CAUSE),
+        (f"{'y' * 300}\n{CAUSE}\nend", f"{CAUSE}\nend"),
+        (f"of a line\n{CAUSE}{'z' * 200}", f"{CAUSE}{'z' * 200}"),
+        (f"of a line\n{CAUSE}{'z' * 300}", f"{CAUSE[-200:]}{'z' * 300}"),
+        ("a\nb", "a\nb"),
+    ],
+    ids=["half-a-line", "two-lines", "just-fits", "one-long-line", "all-of-it"],
+)
+def test_the_end_of_a_log_begins_with_a_whole_line(log: str, said: str):
+    """A status began in the middle of whatever was said before the cause."""
+    assert last_words({"exitCode": 1, "message": log}) == said
 
 
 RUNS = {"name": "worker", "restartCount": 0, "state": {"running": {"startedAt": "2026-01-01T00:00:10Z"}}}
