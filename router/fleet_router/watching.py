@@ -35,6 +35,9 @@ def watch(context: Context, connections: Iterable[Connection], now: float) -> li
     flows = _waiting(connections)
     if not flows:
         return []
+    asked = {leg.worker: flow.sent_to(leg) for flow, leg in flows if leg.worker not in workers}
+    gone = {uid: worker for uid, worker in asked.items() if worker is not None}
+    workers = {**workers, **gone}  # who hangs is soon not ready, and left out of the document
     heard = {uid: max(worker.heard_at, worker.free_at) for uid, worker in workers.items()}
     legs = [leg for _, leg in flows]
     found = silent(legs, heard, now, silent_s)
@@ -48,8 +51,10 @@ def not_there(context: Context, connections: Iterable[Connection], worker: Worke
     """It was asked, and has neither answered nor said anything to anybody since."""
     flows = _waiting(connections)
     heard = max([worker.heard_at, *(leg.heard_at for _, leg in flows if leg.worker == worker.uid and leg.heard_at > leg.sent_at)])
-    if heard < asked_at and context.table.workers.get(worker.uid) is worker:
-        _put_out(worker, now)
+    known = context.table.workers.get(worker.uid)
+    if heard < asked_at and (known is worker or known is None):
+        if known is worker:
+            _put_out(worker, now)
         _leave_alone(context, {worker.uid}, flows, now)
 
 
@@ -68,8 +73,8 @@ def _waiting(connections: Iterable[Connection]) -> list[tuple[Flow, Waits]]:
 def _leave_alone(context: Context, found: set[str], flows: list[tuple[Flow, Waits]], now: float) -> None:
     for flow, leg in flows:
         if leg.worker in found and now - leg.heard_at > context.config.silent_s:
-            worker = context.table.workers[leg.worker]
-            if worker is flow.sent_to(leg):
+            worker = context.table.workers.get(leg.worker)
+            if worker is not None and worker is flow.sent_to(leg):
                 _put_out(worker, now)
             try:
                 if leg.second:

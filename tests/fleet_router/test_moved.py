@@ -14,7 +14,7 @@ from fleet_router.health.breaker import PAIR_FAILURES_MOST
 from fleet_router.knowledge import NOT_KNOWN, Counted
 from fleet_router.metrics import COMPILED
 from fleet_router.process import Router
-from fleet_router.watching import watch
+from fleet_router.watching import not_there, watch
 from fleet_router.workers import Worker, WorkerTable
 from fleet_wire.endpoints import Endpoint, Endpoints
 from tests.fleet_router.fake_worker import stream
@@ -173,6 +173,37 @@ def test_who_is_silent_at_the_old_address_is_not_put_out_at_the_new_one():
             assert b"[DONE]" in await reader2.readuntil(b"0\r\n\r\n")
 
     run(go, prefill=0, decode=2)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("streamed", [True, False])
+def test_who_waits_for_a_worker_that_hangs_and_is_not_ready_any_more_is_moved(role: str, streamed: bool):
+    """Who hangs is left out of the document before it was silent for long enough: nobody looked at it any more, and who waited
+    for it did so until its container was restarted, or for a minute and then in vain."""
+
+    async def go(rig: Rig) -> None:
+        side = rig.prefill if role == "prefill" else rig.decode
+        for worker in side:
+            worker.behave = hangs
+        reader, writer, _ = await rig.connect()
+        writer.write(http(ask(prompt=LONG if role == "prefill" else "short", stream=streamed)))
+        await until(lambda: any(worker.seen for worker in side))
+        hung, other = sorted(side, key=lambda worker: not worker.seen)
+        other.behave = None
+        rig.apply([w for w in rig.prefill if w is not hung], [w for w in rig.decode if w is not hung])
+        rig.sweep()
+        assert other.seen == []
+        now = rig.context.clock() + CONFIG.silent_s + 1
+        for silent in watch(rig.context, rig.connections, now):  # a whole answer's, who was asked, and did not answer
+            not_there(rig.context, rig.connections, silent, now - 1, now)
+        async with asyncio.timeout(3):
+            if streamed:
+                assert b"[DONE]" in await reader.readuntil(b"0\r\n\r\n")
+            else:
+                assert (await answer_of(reader))[0] == 200
+        assert (len(other.seen), rig.context.table.trouble.ejections) == (1, 0)
+
+    run(go, prefill=2, decode=2)
 
 
 def test_what_a_second_prefill_leg_computed_at_the_old_address_is_not_cached_at_the_new_one():
