@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from fleet_operator.cluster.guarded import Send, Write
 from fleet_operator.cluster.interface import ClusterError, Object
 from fleet_operator.health.cpu_of import CpuOf
-from fleet_operator.health.fleets import cost_per_hour, families, readiness
+from fleet_operator.health.fleets import cost_per_hour, exposition, readiness
 from fleet_operator.health.pulse import Pulse
 
 T = TypeVar("T")
@@ -55,6 +55,7 @@ class Meters:
         """`of_fleets`: whether each fleet's conditions, workers and objectives are shown, by its name."""
         self._pulse = pulse
         self._of_fleets = of_fleets
+        self._fleets: Callable[[], Sequence[Object]] = lambda: ()
         self._clock = clock
         self.registry = CollectorRegistry()
         self._seconds = Histogram(
@@ -145,11 +146,13 @@ class Meters:
     ) -> None:
         """Also show these whenever somebody reads; `namespaces` are (ours, told to us but somebody else's), `closed` those that
         may not be read."""
-        self.registry.register(_Present(self._pulse, queue, leading, namespaces, closed, of_fleets=self._of_fleets))
+        self._fleets = lambda: queue.ours() if self._of_fleets and leading() else ()
+        self.registry.register(_Present(self._pulse, queue, leading, namespaces, closed))
 
     def text(self) -> bytes:
         """The exposition format."""
-        return generate_latest(self.registry)
+        fleets = self._fleets()
+        return generate_latest(self.registry) + (exposition(fleets).encode() if fleets else b"")
 
 
 class _Present(Collector):
@@ -162,11 +165,8 @@ class _Present(Collector):
         leading: Callable[[], bool],
         namespaces: Callable[[], tuple[int, int]],
         closed: Callable[[], int],
-        *,
-        of_fleets: bool,
     ) -> None:
         self._pulse, self._queue, self._leading, self._namespaces, self._closed = pulse, queue, leading, namespaces, closed
-        self._of_fleets = of_fleets
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """All of them."""
@@ -195,7 +195,6 @@ class _Present(Collector):
         for status, count in readiness(fleets).items():
             ready.add_metric([status], count)
         yield ready
-        yield from families(fleets) if self._of_fleets else ()
         if (cost := cost_per_hour(fleets)) is not None:
             words = "What the devices of our fleets cost an hour, of those that say it (tiers[].cost)."
             yield GaugeMetricFamily("fleet_operator_cost_per_hour", words, value=cost)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.registry import Collector
+from prometheus_client.parser import text_string_to_metric_families
 
-from fleet_operator.health.fleets import CONDITIONS_MOST, cost_per_hour, families, readiness
+from fleet_operator.health.fleets import CONDITIONS_MOST, cost_per_hour, exposition, readiness
 
 CONDITIONS = [
     {"type": "Ready", "status": "False", "reason": "WorkersFailing"},
@@ -22,36 +21,35 @@ def fleet(status: Any = None, spec: Any = None, name: str = "f") -> dict[str, An
 
 
 def lines(*fleets: dict[str, Any]) -> list[str]:
-    class Shown(Collector):
-        def collect(self) -> Any:
-            return families(fleets)
-
-    registry = CollectorRegistry()
-    registry.register(Shown())
-    return [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
+    """As Prometheus reads them: (name, labels in order, value)."""
+    families = list(text_string_to_metric_families(exposition(fleets)))
+    assert [family.type for family in families] == ["gauge"] * 3
+    return [
+        f"{one.name}{{{','.join(f'{label}={one.labels[label]}' for label in sorted(one.labels))}}} {one.value:g}"
+        for family in families
+        for one in family.samples
+    ]
 
 
 def test_conditions_workers_and_objectives_by_name():
     spec = {"slo": {"ttft": {"p99": "2s"}, "itl": {"p99": "50ms"}}}
     assert lines(fleet({"conditions": CONDITIONS, "tiers": [TIER]}, spec)) == [
-        'fleet_operator_fleet_condition{condition="Ready",fleet="f",namespace="ml",reason="WorkersFailing",status="False"} 1.0',
-        'fleet_operator_fleet_condition{condition="WithinRatio",fleet="f",namespace="ml",reason="InRatio",status="True"} 1.0',
-        'fleet_operator_fleet_workers{fleet="f",namespace="ml",role="prefill",state="desired",tier="gpu"} 2.0',
-        'fleet_operator_fleet_workers{fleet="f",namespace="ml",role="prefill",state="ready",tier="gpu"} 1.0',
-        'fleet_operator_fleet_workers{fleet="f",namespace="ml",role="prefill",state="serving",tier="gpu"} 0.0',
-        'fleet_operator_fleet_workers{fleet="f",namespace="ml",role="decode",state="desired",tier="gpu"} 4.0',
-        'fleet_operator_fleet_workers{fleet="f",namespace="ml",role="decode",state="ready",tier="gpu"} 4.0',
-        'fleet_operator_fleet_workers{fleet="f",namespace="ml",role="decode",state="serving",tier="gpu"} 4.0',
-        'fleet_operator_fleet_slo_seconds{fleet="f",latency="ttft",namespace="ml"} 2.0',
-        'fleet_operator_fleet_slo_seconds{fleet="f",latency="itl",namespace="ml"} 0.05',
+        "fleet_operator_fleet_condition{condition=Ready,fleet=f,namespace=ml,reason=WorkersFailing,status=False} 1",
+        "fleet_operator_fleet_condition{condition=WithinRatio,fleet=f,namespace=ml,reason=InRatio,status=True} 1",
+        "fleet_operator_fleet_workers{fleet=f,namespace=ml,role=prefill,state=desired,tier=gpu} 2",
+        "fleet_operator_fleet_workers{fleet=f,namespace=ml,role=prefill,state=ready,tier=gpu} 1",
+        "fleet_operator_fleet_workers{fleet=f,namespace=ml,role=prefill,state=serving,tier=gpu} 0",
+        "fleet_operator_fleet_workers{fleet=f,namespace=ml,role=decode,state=desired,tier=gpu} 4",
+        "fleet_operator_fleet_workers{fleet=f,namespace=ml,role=decode,state=ready,tier=gpu} 4",
+        "fleet_operator_fleet_workers{fleet=f,namespace=ml,role=decode,state=serving,tier=gpu} 4",
+        "fleet_operator_fleet_slo_seconds{fleet=f,latency=ttft,namespace=ml} 2",
+        "fleet_operator_fleet_slo_seconds{fleet=f,latency=itl,namespace=ml} 0.05",
     ]
 
 
 def test_a_fleet_that_nobody_has_looked_at_is_not_ready():
     """It had no series, so that no alert told of it."""
-    assert lines(fleet()) == [
-        'fleet_operator_fleet_condition{condition="Ready",fleet="f",namespace="ml",reason="",status="Unknown"} 1.0'
-    ]
+    assert lines(fleet()) == ["fleet_operator_fleet_condition{condition=Ready,fleet=f,namespace=ml,reason=,status=Unknown} 1"]
 
 
 @pytest.mark.parametrize(
