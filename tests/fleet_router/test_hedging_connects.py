@@ -35,12 +35,15 @@ class Late(Deeds):
 
     def hold(self) -> None:
         loop = asyncio.get_running_loop()
-        really, first = loop.create_connection, self.stalls.asked[0].port
+        really, ports = loop.create_connection, {worker.port for worker in self.stalls.rig.prefill}
         self.told: asyncio.Future[int] = loop.create_future()
         self.others: list[int] = []
+        first: list[int] = []
 
         async def create(make: Any, host: str, port: int) -> Any:
-            if port != first and not self.others:
+            if port in ports and not first:
+                first.append(port)
+            elif port in ports and port != first[0] and not self.others:
                 self.others.append(port)
                 if error := await self.told:
                     raise OSError(error, "no")
@@ -81,9 +84,9 @@ def test_nothing_is_left_behind_of_a_second_that_connects(
         reader, writer, connection = await rig.connect()
         one = Late(rig, stalls, connection, (reader, writer))
         one.say(HEDGED, "")
+        one.hold()
         writer.write(http(ask(stream=stream), "connection: close"))
         await until(lambda: len(stalls.asked) == 1)
-        one.hold()
         await until(lambda: rig.context.metrics.hedges["started"] == 1)
         for deed in [*deeds, "connects"]:
             await one.does(deed)
