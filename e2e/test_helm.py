@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -374,13 +375,25 @@ def test_rights_that_no_request_shows(probe: Callable[[Right | None, str], str],
     assert "forbidden" in refusal or "cannot set blockownerdeletion" in refusal, refusal
 
 
-VALUES_FILES = sorted((ROOT / "tests/charts/values").glob("*.yaml"))
+RENDERED = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "tests/charts/values").glob("*.yaml"))}
+WATCHED_BY = {"prometheusRule": {"enabled": True, "runbookUrl": "https://wiki/runbook"}, "dashboards": {"enabled": True}}
+MONITORED = {"metrics": {**RENDERED["everything"]["metrics"], **WATCHED_BY}}
 
 
-@pytest.mark.parametrize("values", VALUES_FILES, ids=lambda path: path.stem)
-def test_a_restricted_namespace_takes_every_rendering(plane: AuditedControlPlane, values: Path):
-    # a Pod is what the first test made; ServiceMonitors are the Prometheus operator's, whose CRDs are not here
-    rendered = [o for o in objects(render(yaml.safe_load(values.read_text()))) if o["kind"] not in ("Pod", "ServiceMonitor")]
+@pytest.fixture(scope="module")
+def monitoring(plane: AuditedControlPlane) -> None:
+    """The Prometheus operator's kinds."""
+    script = [str(ROOT / "e2e/kube/get-prometheus-crds")]
+    folder = subprocess.run(script, check=True, capture_output=True, text=True).stdout.strip()
+    plane.kubectl("apply", "--server-side", "-f", folder)
+    for kind in ("servicemonitors", "podmonitors", "prometheusrules"):
+        plane.wait(f"the CRD of {kind}", lambda kind=kind: plane.kubectl("get", kind, check=False).returncode == 0)
+
+
+@pytest.mark.usefixtures("monitoring")
+@pytest.mark.parametrize("values", [*RENDERED.values(), MONITORED], ids=[*RENDERED, "monitored"])
+def test_a_restricted_namespace_takes_every_rendering(plane: AuditedControlPlane, values: dict[str, Any]):
+    rendered = [o for o in objects(render(values)) if o["kind"] != "Pod"]  # a Pod is what the first test made
     done = plane.kubectl(
         "apply", "--server-side", "--dry-run=server", "--force-conflicts", "-f", "-", stdin=yaml.safe_dump_all(rendered)
     )
