@@ -80,7 +80,10 @@ CASES: dict[str, tuple[Series, Series]] = {
     "InferenceFleetRolledBack": told("RollingOut", "False", "RolledBack", "Complete"),
     "InferenceFleetRefused": told("Accepted", "False"),
     "InferenceFleetNotProvisioned": told("Provisioned", "False"),
-    "InferenceFleetTelemetryStale": told("TelemetryFresh", "False"),
+    "InferenceFleetTelemetryStale": (
+        [(condition("TelemetryFresh", "Unknown", "SourceFailed"), "1x60"), (condition("Ready", "True"), "1x60")],
+        [(condition("TelemetryFresh", "Unknown", "NoData"), "1x60"), (condition("Ready", "False", "WorkersStarting"), "1x60")],
+    ),
     "InferenceFleetNoOperator": above("fleet_operator_leader", 0, 1),
     "InferenceFleetWritesFail": (
         grows("fleet_operator_errors_total", 'reason="Forbidden"')[0],

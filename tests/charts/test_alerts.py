@@ -12,6 +12,7 @@ import yaml
 
 from e2e.helm import dashboards
 from e2e.helm.chart import CHART, ROOT, objects, render
+from tests.fleet_planner.test_reasons import CONDITIONS
 
 ALERTS: list[dict[str, Any]] = [
     rule for group in yaml.safe_load((CHART / "files/alerts.yaml").read_text())["groups"] for rule in group["rules"]
@@ -71,6 +72,27 @@ def test_conditions_and_reasons_of_alerts_are_those_of_the_runbook():
     source = "".join(path.read_text() for path in Path(ROOT / "operator/fleet_planner").glob("*.py"))
     assert conditions <= set(re.findall(r'"([A-Z]\w+)"', source))
     assert reasons <= set(re.findall(r"`([A-Z]\w+)`", RUNBOOK))
+
+
+SELECTOR = re.compile(r"fleet_operator_fleet_condition\{([^}]*)\}")
+MATCHER = re.compile(r'(\w+)(=~|!~|!=|=)"([^"]*)"')
+
+
+def selects(selector: str, labels: dict[str, str]) -> bool:
+    """As Prometheus compares a series with what stands inside the braces."""
+
+    def one(name: str, how: str, text: str) -> bool:
+        same = re.fullmatch(text, labels[name]) is not None if "~" in how else labels[name] == text
+        return same != how.startswith("!")
+
+    return all(one(*found) for found in MATCHER.findall(selector))
+
+
+@pytest.mark.parametrize("selector", sorted({found for alert in ALERTS for found in SELECTOR.findall(alert["expr"])}))
+def test_an_alert_asks_for_a_condition_with_a_status_and_a_reason_that_the_planner_gives(selector: str):
+    """b42: TelemetryFresh is Unknown when it is not True, and the alert waited for False."""
+    given = [{"condition": kind, "status": status, "reason": reason} for reason, (kind, status, *_) in CONDITIONS.items()]
+    assert any(selects(selector, labels) for labels in given)
 
 
 @pytest.mark.parametrize("query", dashboards.queries())
