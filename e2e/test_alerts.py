@@ -72,7 +72,9 @@ def share(part: str, whole: str) -> tuple[Series, Series]:
 
 CASES: dict[str, tuple[Series, Series]] = {
     "InferenceFleetNotReady": told("Ready", "False"),
-    "InferenceFleetKvNotMoving": told("Disaggregating", "False"),
+    "InferenceFleetKvNotMoving": told("Disaggregating", "False", "KvFailing", "PairFailing"),
+    "InferenceFleetKvReadLate": told("Disaggregating", "False", "KvReadLate", "KvFailing"),
+    "InferenceFleetKvPathsFail": told("Disaggregating", "False", "WorkerPoisoned", "KvNotMoving"),
     "InferenceFleetTransportNotVerified": told("TransportVerified", "False"),
     "InferenceFleetOutOfRatio": told("WithinRatio", "False"),
     "InferenceFleetCapacityLimited": told("CapacityLimited", "True"),

@@ -95,6 +95,30 @@ def test_an_alert_asks_for_a_condition_with_a_status_and_a_reason_that_the_plann
     assert any(selects(selector, labels) for labels in given)
 
 
+SAID: dict[str, tuple[str, ...]] = {
+    # reason: alerts
+    "FabricSuspected": ("KvPathsFail",),
+    "HealingBudgetSpent": ("KvPathsFail",),
+    "KvFailing": ("KvNotMoving",),
+    "KvNotMoving": ("KvNotMoving",),
+    "KvReadLate": ("KvReadLate",),
+    "NoData": ("TelemetryStale",),
+    "PairFailing": ("KvPathsFail",),
+    "SourceFailed": ("TelemetryStale",),
+    "WorkerPoisoned": ("KvPathsFail",),
+}
+
+
+@pytest.mark.parametrize("reason", sorted(SAID))
+def test_who_speaks_of_a_condition_with_this_reason(reason: str):
+    """b42: of one pair, or of KV that was read late, it was said that no KV moved and every prompt was computed twice."""
+    kind, status, *_ = CONDITIONS[reason]
+    series = {"condition": kind, "status": status, "reason": reason}
+    asking = [(alert["alert"], SELECTOR.findall(alert["expr"])[0]) for alert in ALERTS if SELECTOR.search(alert["expr"])]
+    found = [name for name, selector in asking if selects(selector, series)]
+    assert found == [f"InferenceFleet{name}" for name in SAID[reason]]
+
+
 @pytest.mark.parametrize("query", dashboards.queries())
 def test_a_dashboard_asks_for_what_is_told(query: str):
     assert asked(query)
