@@ -71,7 +71,8 @@ def share(part: str, whole: str) -> tuple[Series, Series]:
 
 
 CASES: dict[str, tuple[Series, Series]] = {
-    "InferenceFleetNotReady": told("Ready", "False"),
+    "InferenceFleetNotReady": told("Ready", "False", "WorkersLate", "Deleting"),
+    "InferenceFleetKeptDeleted": told("Ready", "False", "HeldByFinalizer", "WorkersLate"),
     "InferenceFleetKvNotMoving": told("Disaggregating", "False", "KvFailing", "PairFailing"),
     "InferenceFleetKvReadLate": told("Disaggregating", "False", "KvReadLate", "KvFailing"),
     "InferenceFleetKvPathsFail": told("Disaggregating", "False", "WorkerPoisoned", "KvNotMoving"),
