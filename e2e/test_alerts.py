@@ -39,7 +39,7 @@ def buckets(name: str, slow: bool) -> list[tuple[str, str]]:
 
 Series = list[tuple[str, str]]
 GOAL = 'fleet_operator_fleet_slo_seconds{{namespace="ml", fleet="f", latency="{}"}}'
-WANTED = 'fleet_operator_fleet_workers{namespace="ml", fleet="f", tier="t", role="decode", state="desired"}'
+WORKERS = 'fleet_operator_fleet_workers{{namespace="ml", fleet="f", tier="t", role="decode", state="{}"}}'
 NO_DECODE = f'fleet_router_endpoints{{{OF}, role="decode"}}'
 
 
@@ -87,7 +87,12 @@ CASES: dict[str, tuple[Series, Series]] = {
         [(condition("TelemetryFresh", "Unknown", "SourceFailed"), "1x60"), (condition("Ready", "True"), "1x60")],
         [(condition("TelemetryFresh", "Unknown", "NoData"), "1x60"), (condition("Ready", "False", "WorkersStarting"), "1x60")],
     ),
-    "InferenceFleetNoOperator": above("fleet_operator_leader", 0, 1),
+    "InferenceFleetNoOperator": (
+        [('fleet_operator_leader{namespace="a", job="o", pod="1"}', "0x60"),
+         ('fleet_operator_leader{namespace="another", job="o", pod="1"}', "1x60")],
+        [('fleet_operator_leader{namespace="a", job="o", pod="1"}', "0x60"),
+         ('fleet_operator_leader{namespace="a", job="o", pod="2"}', "1x60")],
+    ),
     "InferenceFleetWritesFail": (
         grows("fleet_operator_errors_total", 'reason="Forbidden"')[0],
         grows("fleet_operator_errors_total", 'reason="Conflict"')[0],
@@ -106,7 +111,10 @@ CASES: dict[str, tuple[Series, Series]] = {
         above("fleet_operator_namespaces", 1, 0, 'owner="other"')[0], above("fleet_operator_namespaces", 1, 0, 'owner="this"')[0],
     ),
     "InferenceFleetRequestsFail": share(requests(500), requests(200)),
-    "InferenceFleetRoleAway": ([(NO_DECODE, "0x60"), (WANTED, "2x60")], [(NO_DECODE, "0x60"), (WANTED, "0x60")]),
+    "InferenceFleetRoleAway": tuple(
+        [(NO_DECODE, "0x60"), (WORKERS.format("desired"), "2x60"), (WORKERS.format("serving"), f"{serving}x60")]
+        for serving in (2, 0)  # none: they start, and NotReady speaks when they take long
+    ),  # type: ignore[dict-item]
     "InferenceFleetEndpointsOld": above("fleet_router_endpoints_age_seconds", 130, 3),
     "InferenceFleetFollowErrors": grows("fleet_router_follow_errors_total"),
     "InferenceFleetWorkersOut": above("fleet_router_workers_out", 1, 0, 'role="decode"'),
@@ -160,9 +168,10 @@ CASES: dict[str, tuple[Series, Series]] = {
     "InferenceFleetLogLinesLost": grows("fleet_agent_log_dropped_total"),
     "InferenceFleetMemlockTooSmall": (above("fleet_agent_memlock_bytes", 65_536, 0)[0], []),
     "InferenceFleetSlowNic": tuple(
-        [(f'fleet_agent_probe_gbps{{namespace="ml", inferencefleet_io_fleet="f", pod="{pod}"}}', f"{gbps}x60")
-         for pod, gbps in (("a", 400), ("b", slowest), ("c", 390))]
-        for slowest in (40, 300)
+        [(f'fleet_agent_probe_gbps{{namespace="ml", inferencefleet_io_fleet="f", inferencefleet_io_tier="{tier}", pod="{pod}"}}',
+          f"{gbps}x60")
+         for tier, pod, gbps in (("t", "a", 400), (of, "b", 40), ("t", "c", 390))]
+        for of in ("t", "with-other-nics")
     ),  # type: ignore[dict-item]
     "InferenceFleetSeedRefused": above("fleet_agent_seed_refused_blocks", 1, 0),
     "InferenceFleetSeedStrangers": grows("fleet:kv_seed_strangers_total", 'reason="wrong"'),
