@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 LINE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})? (\S+)")
@@ -22,12 +22,12 @@ class Sample:
     value: float
 
 
-def parse_text(text: str) -> list[Sample]:
-    """All samples; lines that are not samples, NaN and infinities are left out."""
+def parse_text(text: str, names: Collection[str] | None = None) -> list[Sample]:
+    """All samples, or those of these names; lines that are not samples, NaN and infinities are left out."""
     samples = []
     for line in text.splitlines()[:MAX_LINES]:
         found = LINE.match(line)
-        if found is None:
+        if found is None or (names is not None and found[1] not in names):
             continue
         try:
             value = float(found[3])

@@ -19,7 +19,7 @@ from fleet_operator.cluster.interface import Object
 from fleet_operator.names import ROLE, TIER
 from fleet_operator.observe import member_of
 from fleet_operator.render.network import port_of
-from fleet_operator.telemetry.aggregate import Reading, WorkerReading, decode_counts, tier_telemetry, watch_tier
+from fleet_operator.telemetry.aggregate import METRICS, Reading, WorkerReading, decode_counts, tier_telemetry, watch_tier
 from fleet_operator.telemetry.kvwatch import KvWatch
 from fleet_operator.telemetry.meter import KvMeter, metered
 from fleet_operator.telemetry.parse import parse_text
@@ -147,7 +147,7 @@ class ScrapeTelemetry:
 
     async def _read(self, target: str, url: str) -> Reading | None:
         answer = await self._get(target, url)
-        return None if answer is None else Reading(parse_text(answer.decode(errors="replace")), self._now())
+        return None if answer is None else Reading(parse_text(answer.decode(errors="replace"), METRICS), self._now())
 
     async def _get(self, target: str, url: str) -> bytes | None:
         """The body of a 200 within TIMEOUT_S and MAX_BYTES, else None; httpx's own timeout starts again with every byte."""
