@@ -130,12 +130,12 @@ OPERATOR: Final[tuple[Row, ...]] = (
             ("Not Ready", "none", (
                 ('fleet_operator_fleet_condition{condition="Ready", status!="True"}', "{{namespace}}/{{fleet}} {{reason}}"),
             )),
-            ("Cost an hour", "none", (("max(fleet_operator_cost_per_hour)", "all that say it"),)),
+            ("Cost an hour", "none", (("sum(fleet_operator_cost_per_hour)", "all that say it"),)),
             ("What users were told", "cps", (
                 (f"sum by (type, reason) (rate(fleet_operator_events_total[{R}]))", "{{type}} {{reason}}"),
             )),
             ("Problems by reason", "cps", ((f"sum by (reason) (rate(fleet_operator_errors_total[{R}]))", "{{reason}}"),)),
-            ("Pods that nobody owns", "none", (("max(fleet_operator_ownerless_pods)", "pods"),)),
+            ("Pods that nobody owns", "none", (("sum(fleet_operator_ownerless_pods)", "pods"),)),
         ),
     ),
     (

@@ -133,6 +133,15 @@ def test_a_dashboard_asks_for_what_is_told(query: str):
     assert asked(query) <= told()
 
 
+OF_LEADERS = re.compile(r"(\w+)\s*(?:by \([^)]*\) )?\(fleet_operator_(?:cost_per_hour|ownerless_pods|fleets)\b")
+
+
+@pytest.mark.parametrize("query", [*dashboards.queries(), *(alert["expr"] for alert in ALERTS)])
+def test_what_each_installation_counts_of_its_own_is_added_up(query: str):
+    """b42: of two installations the dearer one's cost stood for all. One process of each tells it, the one that leads."""
+    assert set(OF_LEADERS.findall(query)) <= {"sum"}
+
+
 def test_dashboards_are_what_grafana_imports():
     for name, text in dashboards.generated().items():
         made = json.loads(text)
