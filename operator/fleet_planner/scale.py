@@ -1,9 +1,10 @@
 """How many workers each role of a tier should have. Pure: telemetry with its age, memory and the clock come in as values.
 
 A role needs in-flight requests ÷ target per worker, plus its warm workers; a role whose latency objective is missed needs one
-more than it has, once all that it has are ready: those that still come up may be enough. Growing is immediate; shrinking waits
-until a smaller number was enough for a whole window. No data, stale data or nonsense means hold: the present size stays, and
-after a whole window of it another one must pass first, as after a restart.
+more than it has, once all that it has are ready, and were for all of the time that was measured: those that still come up, or
+have just come, may be enough. Growing is immediate; shrinking waits until a smaller number was enough for a whole window. No
+data, stale data or nonsense means hold: the present size stays, and after a whole window of it another one must pass first, as
+after a restart.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class ScaleInputs:
     interval_s: float
     current: tuple[int, int]
     ready: tuple[int, int] | None = None
-    """How many of them could serve now; None: all."""
+    """How many of them could serve, for all of the time that latencies are of; None: all."""
 
 
 def want(inputs: ScaleInputs, telemetry: TierTelemetry | None, memory: ScaleMemory, now: float) -> ScaleDecision:

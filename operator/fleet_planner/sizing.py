@@ -87,18 +87,25 @@ def size_tier(fleet: InferenceFleet, tier: TierSpec, observed: Observed, workers
         return _scaled(wish, scaled, bounds, lately, now)
     if fleet.spec.scaling.mode != "auto":
         return ScaleDecision(*project(*wished, bounds), f"scaling.mode is {fleet.spec.scaling.mode}", memory)
-    ready = [worker.role for worker in workers if worker.ready]
+    telemetry = observed.telemetry.get(tier.name)
+    since = telemetry.latencies_since if telemetry is not None else None
+    ready = [worker.role for worker in workers if worker.ready and _is_measured(worker, since)]
     inputs = ScaleInputs(
         tier, fleet.spec.slo, fleet.spec.scaling, fleet.spec.telemetry.interval_s, current,
         (ready.count("prefill"), ready.count("decode")),
     )  # fmt: skip
-    decision = want(inputs, observed.telemetry.get(tier.name), memory, now)
+    decision = want(inputs, telemetry, memory, now)
     size = wished if decision.held else (decision.prefill, decision.decode)
     names, kept = {each.name for each in fleet.spec.tiers}, decision.memory
     if any(pod.serving and pod.tier not in names for pod in observed.pods):  # they have a part of the load that it is to have
         size, kept = larger(size, wished), replace(kept, wants=())
     sizes = project(*size, bounds)  # bounds may have changed while holding
     return ScaleDecision(*sizes, decision.reason, kept, decision.held)
+
+
+def _is_measured(worker: Replica, since: float | None) -> bool:
+    """It was ready for all of the time that latencies are of; True where that is not known."""
+    return since is None or all(pod.ready_since is None or pod.ready_since <= since for pod in worker.pods)
 
 
 def _scaled(wish: Pair, scaled: dict[Role, int], bounds: Bounds, lately: Asked | None, now: float) -> ScaleDecision:

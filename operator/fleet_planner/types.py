@@ -246,6 +246,7 @@ class TierTelemetry:
     """Of the whole fleet, whichever tier its requests go to; None when no router could be read."""
     pairs: tuple[tuple[str, str], ...] = ()  # (prefill, decode) names: between these KV fails again and again, routers say
     moved: tuple[tuple[str, str], ...] = ()  # beside those: between these it moved lately
+    latencies_since: float | None = None  # when what the p99s are of began; None: not known
     doubtful: frozenset[str] = frozenset()  # names in `pairs` of which one router alone tells, out of so many that others should
 
 

@@ -145,6 +145,32 @@ def test_who_takes_over_from_a_tier_that_left_the_spec_does_not_shrink_on_what_i
     assert (both.prefill, both.decode, both.memory.wants) == (2, 8, ())
 
 
+@pytest.mark.parametrize(
+    ("since", "ready_since", "size"),
+    [
+        (NOW - 60.0, NOW - 10.0, (2, 3)),
+        (NOW - 5.0, NOW - 10.0, (2, 4)),
+        (None, NOW - 10.0, (2, 4)),
+        (NOW - 60.0, None, (2, 4)),
+    ],
+    ids=["it-came-inside-of-the-window", "before", "window-not-known", "not-known-since-when"],
+)
+def test_a_missed_objective_is_one_of_all_workers_that_there_are(
+    since: float | None, ready_since: float | None, size: tuple[int, int]
+):
+    """b42: p99 is of the last minute, or of twelve readings. A worker that was asked for because of it was ready before any of it
+    was gone, so another one was asked for, and one more for each that was ready inside of the window."""
+    pods = *(pod(f"p{n}", "prefill", n) for n in range(2)), *(pod(f"d{n}", "decode", 2 + n) for n in range(2))
+    pods = *(replace(one, ready_since=NOW - 900.0) for one in pods), replace(pod("d2", "decode", 4), ready_since=ready_since)
+    slow = TierTelemetry(
+        RoleLoad(inflight=1.0, measured_at=NOW), RoleLoad(inflight=1.0, measured_at=NOW, itl_p99_s=9.0), latencies_since=since
+    )
+    spec = FLEET.spec.model_validate({**FLEET.spec.to_dict(), "slo": {"itl": {"p99": "50ms"}}})
+    seen = replace(start(), pods=pods, pools=(pool("prefill", 2, 2, 2), pool("decode", 3, 3, 3)), telemetry={"t": slow})
+    found = size_tier(FLEET.model_copy(update={"spec": spec}), TIER, seen, workers_of(seen, "t"), NOW)
+    assert (found.prefill, found.decode) == size
+
+
 @pytest.mark.parametrize(("wish", "size"), [(None, (3, 9)), (9, (3, 6))])
 def test_an_operator_that_starts_in_a_rollout_goes_on_with_what_had_room(wish: int | None, size: tuple[int, int]):
     """Pools whose wish is more than their size say that it had none."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleet_operator.telemetry.aggregate import ITL, METRICS, TTFT
+from fleet_operator.telemetry.aggregate import ITL, METRICS, TTFT, Reading, tier_telemetry
 from fleet_operator.telemetry.parse import buckets, parse_text, quantile
 from fleet_router.histogram import Histogram
 from fleet_router.metrics import ITL_BUCKETS_S, TTFT_BUCKETS_S
@@ -50,3 +50,10 @@ def test_what_nobody_reads_is_not_read():
     """A router has hundreds of lines, and an engine more: the operator needs a few."""
     text = f'{TTFT}_bucket{{tier="t",le="1"}} 3\nfleet_router_whole_answer_seconds_bucket{{le="1"}} 3\nup 1'
     assert [one.name for one in parse_text(text, METRICS)] == [f"{TTFT}_bucket"]
+
+
+def test_it_is_told_since_when_latencies_are_measured():
+    """Of the router that was read first; of one that cannot be read now nothing is measured."""
+    old, new = (Reading([], at) for at in (10.0, 70.0))
+    assert tier_telemetry("t", [], [new, new, None], [Reading([], 40.0), old, Reading([], 1.0)], 70.0).latencies_since == 10.0
+    assert tier_telemetry("t", [], [None, new], [old, None], 70.0).latencies_since is None
