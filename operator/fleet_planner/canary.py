@@ -125,18 +125,34 @@ def _counted(status: RolloutStatus, scene: Scene) -> RolloutStatus:
     """With what was counted of the target before it has any worker: not in the first pass alone, in which nobody may be able to
     say. Where it has workers by then, its beginning is not known any more; of one that has served, all counts."""
     load, there = scene.loads.get(status.target), any(larger_of(scene.groups.get(status.target, Group(status.target))))
-    if load is None or there or status.step or status.step_since:
+    if load is None or (load.partial and load.total_requests < (status.requests_before or 0)):
+        return status  # a router that cannot be read now is there again in a moment
+    if there or status.step or status.step_since:
+        return _less_counted(status, load)
+    return _with_before(status, load.total_requests, load.total_errors)
+
+
+def _less_counted(status: RolloutStatus, load: RevisionLoad) -> RolloutStatus:
+    """Routers that started anew, or are gone, took what they had counted with them; of the others it is not known what they had
+    counted before. From here on it counts, and what the window has."""
+    if load.total_requests >= (status.requests_before or 0):
         return status
-    before = {"requests_before": round(load.total_requests) or None, "errors_before": round(load.total_errors) or None}
+    return _with_before(status, load.total_requests - load.requests, load.total_errors - load.errors)
+
+
+def _with_before(status: RolloutStatus, requests: float, errors: float) -> RolloutStatus:
+    before = {"requests_before": max(0, round(requests)) or None, "errors_before": max(0, round(errors)) or None}
     return status.model_copy(update=before)
 
 
 def _since(load: RevisionLoad | None, status: RolloutStatus) -> RevisionLoad | None:
     """What routers counted of it since its rollout began: a revision that one returns to, or tries again, has served before. The
-    window may reach further back. Routers that started anew count from nothing."""
+    window may reach further back. With less than before some router cannot be read: of the others the window alone is known."""
     before, failed = status.requests_before or 0, status.errors_before or 0
-    if load is None or not before or load.total_requests < before:
+    if load is None or not before:
         return load
+    if load.total_requests < before:
+        return replace(load, total_requests=load.requests, total_errors=load.errors)
     requests, errors = load.total_requests - before, max(0.0, load.total_errors - failed)
     return replace(
         load, requests=min(load.requests, requests), errors=min(load.errors, errors), total_requests=requests, total_errors=errors

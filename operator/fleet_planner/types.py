@@ -208,6 +208,8 @@ class RevisionLoad:
     total_errors: float = 0.0
     ttft_p99_s: float | None = None
     itl_p99_s: float | None = None
+    partial: bool = False
+    """Some router could not be read: it counted more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,34 @@ def test_routers_that_start_again_count_from_nothing() -> None:
     assert "1 of 40 requests failed" in follow(*looks)[-1].rolled_back
 
 
+def test_a_router_that_cannot_be_read_for_a_moment_makes_nothing_of_before_count() -> None:
+    """b42: of two routers one did not answer once: what both had counted was more than the other alone had, and its part of last
+    month's requests passed the step, or its errors rolled back."""
+    half = RevisionLoad(3, 0, 5_003, 150, partial=True)
+    later = [((1, 1), plus(3, 0), 1), ((1, 1), half, 999), ((1, 1), half, 1_000), ((1, 1), plus(19, 0), 1_001)]
+    later = [*later, ((1, 1), plus(20, 0), 1_002)]
+    looks = [
+        scene(loads={OLD: GOOD, NEW: LONG_AGO}),
+        *(scene(pair, {OLD: GOOD, NEW: load}, NOW + at) for pair, load, at in later),
+    ]
+    steps = follow(*looks)
+    assert [(course.status.step, course.rolled_back) for course in steps] == [(0, "")] * 5 + [(1, "")]
+
+
+def test_a_router_that_cannot_be_read_as_it_begins_leaves_what_was_known() -> None:
+    half = RevisionLoad(0, 0, 5_000, 150, partial=True)
+    looks = [scene(loads={OLD: GOOD, NEW: load}, now=NOW + at) for at, load in enumerate((LONG_AGO, half))]
+    assert [one.status.requests_before for one in follow(*looks)] == [10_000, 10_000]
+
+
+def test_of_a_router_that_starts_again_beside_others_nothing_of_before_counts() -> None:
+    """What the others had counted before is no request of this rollout."""
+    counts = ((2, 5_002, 1), (2, 5_002, 1_000), (5, 5_019, 1_001), (6, 5_020, 1_002))
+    later = [scene((1, 1), {OLD: GOOD, NEW: RevisionLoad(lately, 0, total, 150)}, NOW + at) for lately, total, at in counts]
+    steps = follow(scene(loads={OLD: GOOD, NEW: LONG_AGO}), *later)
+    assert [(course.status.step, course.rolled_back) for course in steps] == [(0, "")] * 4 + [(1, "")]
+
+
 def test_a_revision_that_was_rolled_back_is_tried_again_after_another_one() -> None:
     bad = RevisionLoad(100, 50, 100, 50)
     begun = [scene(), scene((1, 1), {OLD: GOOD, NEW: bad}, NOW + 1), scene((0, 0), {OLD: GOOD, NEW: bad}, NOW + 2)]

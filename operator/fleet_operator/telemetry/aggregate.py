@@ -258,6 +258,7 @@ def _revisions(tier: str, routers: Sequence[Reading | None], earlier: Sequence[R
             total_errors=_counted(routers, [None] * len(routers), ERRORS, tier, name),
             ttft_p99_s=_window(routers, earlier, TTFT, tier=tier, revision=name),
             itl_p99_s=_window(routers, earlier, ITL, tier=tier, revision=name),
+            partial=None in routers,
         )
         for name in sorted(names - {""})
     }

@@ -57,3 +57,10 @@ def test_it_is_told_since_when_latencies_are_measured():
     old, new = (Reading([], at) for at in (10.0, 70.0))
     assert tier_telemetry("t", [], [new, new, None], [Reading([], 40.0), old, Reading([], 1.0)], 70.0).latencies_since == 10.0
     assert tier_telemetry("t", [], [None, new], [old, None], 70.0).latencies_since is None
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_of_a_revision_it_is_told_whether_all_routers_could_be_read(partial: bool):
+    read = Reading(parse_text('fleet_router_revision_requests_total{tier="t",revision="r"} 3'), 1.0)
+    found = tier_telemetry("t", [], [read, None] if partial else [read], [read, None] if partial else [read], 1.0)
+    assert found.revisions["r"].partial == partial
