@@ -115,7 +115,8 @@ def _dated(one: TierTelemetry, set_s: float) -> TierTelemetry:
     )
     demand = None if one.demand is None else replace(one.demand, measured_at=one.demand.measured_at + set_s)
     idle = {name: at + set_s for name, at in one.idle.items()}
-    return replace(one, prefill=prefill, decode=decode, demand=demand, idle=idle)
+    since = None if one.latencies_since is None else one.latencies_since + set_s
+    return replace(one, prefill=prefill, decode=decode, demand=demand, idle=idle, latencies_since=since)
 
 
 def is_restless(status: FleetStatus) -> bool:

@@ -157,3 +157,9 @@ def test_a_clock_that_is_set_moves_when_a_worker_was_read_idle():
     state = FleetState(telemetry={"t": TierTelemetry(idle={"p": 100.0})}, telemetry_ahead_s=0.0)
     assert telemetry_at(state, 3600.0)["t"].idle == {"p": 3700.0}
     assert telemetry_at(state, 0.0)["t"].idle == {"p": 100.0}
+
+
+def test_a_clock_that_is_set_moves_since_when_latencies_are_measured():
+    """As it does since when workers are ready: which of the two was first decides whether a missed objective is theirs."""
+    state = FleetState(telemetry={"t": TierTelemetry(latencies_since=100.0)}, telemetry_ahead_s=0.0)
+    assert [telemetry_at(state, set_s)["t"].latencies_since for set_s in (3600.0, 0.0)] == [3700.0, 100.0]
