@@ -40,6 +40,10 @@ CONTROL: Final = re.compile(
     rb"|<(?:start|end)_of_turn>|\[/?INST\]"
 )
 
+LOGPROBS: Final = re.compile(rb'"logprobs":\s*\{')
+"""Behind it stand tokens of which most were not taken, ends among them; engines write what was said before it. In a text its
+quotes would be escaped."""
+
 Why = Literal["repetition", "no_stop", "control_tokens"]
 FINISH: Final[dict[Why, tuple[str, str]]] = {
     "repetition": ("repetition", "repetition_detected"), "no_stop": ("length", "no_stop"),
@@ -113,7 +117,7 @@ class Runaway:
         if self._events > self._most:
             return "no_stop"
         if _LESS_THAN in data or (_CAPITAL_I in data and data.find(b"INST]") >= 0):  # the pattern takes longer than all the rest
-            self._control += len(CONTROL.findall(data, 0, len(data) - len(rest)))
+            self._control += sum(_controls(event) for event in events)
         return "control_tokens" if self._control > CONTROL_MOST else None
 
     def _symbols_of(self, events: list[bytes], first: bool) -> list[int]:
@@ -155,3 +159,11 @@ class Runaway:
                 if run + shift <= len(all_of_them) and all_of_them[-run:] == all_of_them[-run - shift :][:run]:
                     return True
             at += len(end) - 1  # the next match ends before this one
+
+
+def _controls(event: bytes) -> int:
+    """Control tokens in what it says."""
+    many = len(CONTROL.findall(event))
+    if many and (told := LOGPROBS.search(event)) is not None:
+        return len(CONTROL.findall(event, 0, told.start()))
+    return many

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -185,6 +186,31 @@ def test_control_tokens_as_text():
         few = ["<|im_start|>"] * (CONTROL_MOST + more) + [f"w{i}" for i in range(2 * JUDGED_READS)]
         assert fed(few)[0] == expected
     assert fed(["the token <|im_start|> begins a turn"] + [f"w{i} < [x]" for i in range(300)])[0] is None
+
+
+LIKELY = {"token": "<|im_end|>", "logprob": -2.5, "bytes": [60]}
+TOLD_WITH: dict[str, dict[str, Any]] = {
+    "chat": {"delta": {"content": "W"}, "logprobs": {"content": [{"token": "W", "logprob": -0.1, "top_logprobs": [LIKELY]}]}},
+    "text": {"text": "W", "logprobs": {"tokens": ["W"], "token_logprobs": [-0.1], "top_logprobs": [{"<|im_end|>": -2.5}]}},
+}
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("kind", TOLD_WITH)
+def test_tokens_that_might_have_been_are_no_text(kind: str, compact: bool):
+    """An end is among the likely next tokens of every sentence: each answer with top_logprobs was cut after nine of them."""
+    separators = (",", ":") if compact else (", ", ": ")
+
+    def why_of(word: str) -> Why | None:
+        detector, found = Runaway(100_000), set[Why | None]()
+        for number in range(3 * JUDGED_READS):
+            said = json.dumps({"choices": [{"index": 0, **TOLD_WITH[kind], "finish_reason": None}]}, separators=separators)
+            raw = b"data: %b\n\n" % said.replace('"W"', json.dumps(f"{word}{number}")).encode()
+            found.add(detector.saw(b"%x\r\n%b\r\n" % (len(raw), raw)))
+        return next(iter(found - {None}), None)
+
+    assert why_of("w") is None
+    assert why_of("<|im_start|>") == "control_tokens"
 
 
 @given(st.lists(st.binary(max_size=80), max_size=30))
