@@ -62,7 +62,8 @@ class ToolResult(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result
 
 
 class Thinking(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
-    """Earlier reasoning: not part of the conversation that the model is given again."""
+    """Earlier reasoning, which goes back as from vLLM's own endpoint: templates know of which turns their model is to see it, those
+    of a call that was just answered most of all."""
 
     thinking: str = ""
     signature: str = ""
@@ -185,9 +186,12 @@ def _turn(turn: Turn, number: int) -> list[dict[str, Any]]:
     parts: list[Text | Image] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
+    thoughts: list[str] = []
     for block in turn.content:
         if isinstance(block, Text | Image):
             parts.append(block)
+        elif isinstance(block, Thinking):
+            thoughts.append(block.thinking)
         elif isinstance(block, ToolUse):
             arguments = msgspec.json.encode(block.input).decode()
             calls.append({"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}})
@@ -199,7 +203,8 @@ def _turn(turn: Turn, number: int) -> list[dict[str, Any]]:
     if results and turn.role != "user":
         raise RequestError(400, f"messages[{number}]: tool_result belongs to the user", param="messages")
     if parts or calls:
-        results.append({"role": turn.role, **given(content=_content(parts) if parts else None, tool_calls=calls or None)})
+        said = given(content=_content(parts) if parts else None, reasoning="".join(thoughts) or None, tool_calls=calls or None)
+        results.append({"role": turn.role, **said})
     return results
 
 

@@ -16,6 +16,9 @@ from fleet_router.errors import RequestError
 Passed = msgspec.Raw
 NOTHING: Final = msgspec.Raw()
 T = TypeVar("T")
+THOUGHT: Final = "reasoning"
+"""Goes back as from vLLM's own endpoint: templates know of which turns their model is to see it, those of a call that was just
+answered most of all."""
 STATELESS: Final = "this router stores no responses: send the whole conversation in input"
 
 
@@ -161,26 +164,48 @@ def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
         return [*found, {"role": "user", "content": asked.input}]
     for number, item in enumerate(asked.input):
         _add(found, item, f"input[{number}]")
-    return found
+    for message in found:
+        if THOUGHT in message:
+            message[THOUGHT] = "".join(message[THOUGHT])
+    return [message for message in found if not _is_thought(message)]
+
+
+def _is_thought(message: dict[str, Any]) -> bool:
+    """Nothing was said or called after it, so far."""
+    return message.keys() == {"role", THOUGHT}
 
 
 def _add(found: list[dict[str, Any]], item: Item, where: str) -> None:
-    """One item; calls of one turn belong to one assistant message."""
+    """One item; what was thought, said and called in one turn belongs to one assistant message."""
     if item.type == "message":
         role = _needed(item.role, f"{where}.role")
         _needed(item.content, f"{where}.content")
         content = _content(item.content or "", where)
-        found.append({"role": "system" if role == "developer" else role, "content": content})
+        if role == "assistant" and found and _is_thought(found[-1]):
+            found[-1]["content"] = content
+        else:
+            found.append({"role": "system" if role == "developer" else role, "content": content})
+    elif item.type == "reasoning" and (thought := _thought(item.content or "")):
+        _turn(found).setdefault(THOUGHT, []).append(thought)
     elif item.type == "function_call":
         function = {"name": _needed(item.name, f"{where}.name"), "arguments": _needed(item.arguments, f"{where}.arguments")}
         call = {"id": _needed(item.call_id, f"{where}.call_id"), "type": "function", "function": function}
-        if not found or found[-1]["role"] != "assistant":
-            found.append({"role": "assistant"})
-        found[-1].setdefault("tool_calls", []).append(call)
+        _turn(found).setdefault("tool_calls", []).append(call)
     elif item.type == "function_call_output":
         _needed(item.output, f"{where}.output")
         answered = _needed(item.call_id, f"{where}.call_id")
         found.append({"role": "tool", "tool_call_id": answered, "content": _content(item.output or "", where)})
+
+
+def _turn(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's, which has begun or begins."""
+    if not found or found[-1]["role"] != "assistant":
+        found.append({"role": "assistant"})
+    return found[-1]
+
+
+def _thought(content: str | list[Part]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _needed(value: T | None, where: str) -> T:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fleet_router.dialect.routes import translation_of
 from fleet_router.ending import END, framed
 from fleet_router.flow import Flow
 from tests.fleet_router.chat_worker import CALL, TEXT, THOUGHT, events, says
@@ -243,6 +244,52 @@ def test_reasoning_can_be_sent_back_as_it_came(streamed: bool):
         )  # fmt: skip
 
     run(go, prefill=0)
+
+
+USER = {"role": "user", "content": "a"}
+THINKS = {"type": "thinking", "thinking": "Hm.", "signature": ""}
+USES = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+CALLED = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def thinks(*said: str) -> list[dict[str, Any]]:
+    """Items of a response, one each."""
+    return [{"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": one}]} for one in said]
+
+
+def sent_with(path: str, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages that a worker gets."""
+    translation = translation_of(path.encode(), json.dumps({**ASKED[path], ITEMS[path]: turns}).encode(), "r")
+    assert translation is not None
+    messages: list[dict[str, Any]] = json.loads(translation.take_body())["messages"]
+    return messages
+
+
+ITEMS = {"/v1/messages": "messages", "/v1/responses": "input"}
+CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+SAYS = {"role": "assistant", "content": "Yes"}
+
+
+@pytest.mark.parametrize(
+    ("path", "turns", "sent"),
+    [
+        ("/v1/messages", [{"role": "assistant", "content": [THINKS, USES]}], [{"tool_calls": [CALLED], "reasoning": "Hm."}]),
+        ("/v1/messages", [{"role": "assistant", "content": [THINKS, {"type": "text", "text": "Yes"}, THINKS]}],
+         [{"content": "Yes", "reasoning": "Hm.Hm."}]),
+        ("/v1/messages", [{"role": "assistant", "content": [THINKS]}], []),
+        ("/v1/responses", [*thinks("Hm."), CALL_ITEM], [{"tool_calls": [CALLED], "reasoning": "Hm."}]),
+        ("/v1/responses", [*thinks("H", "m."), SAYS, CALL_ITEM], [{"content": "Yes", "tool_calls": [CALLED], "reasoning": "Hm."}]),
+        ("/v1/responses", [SAYS, *thinks("Hm."), CALL_ITEM], [{"content": "Yes", "tool_calls": [CALLED], "reasoning": "Hm."}]),
+        ("/v1/responses", [*thinks("Hm."), CALL_ITEM, SAYS], [{"tool_calls": [CALLED], "reasoning": "Hm."}, {"content": "Yes"}]),
+        ("/v1/responses", thinks("Hm."), []),
+        ("/v1/responses", [*thinks(""), SAYS], [{"content": "Yes"}]),
+        ("/v1/responses", [{"type": "reasoning", "summary": [], "content": None}, SAYS], [{"content": "Yes"}]),
+    ],
+)  # fmt: skip
+def test_a_model_is_given_its_thoughts_again(path: str, turns: list[dict[str, Any]], sent: list[dict[str, Any]]):
+    """They were dropped: a model that thinks between its calls (gpt-oss, Qwen3, GLM) began anew after each. vLLM's own endpoints
+    give them to the template, which knows what of it its model is to see."""
+    assert sent_with(path, [USER, *turns, USER]) == [USER, *({"role": "assistant", **one} for one in sent), USER]
 
 
 def test_what_only_informs_is_passed_over():
