@@ -66,12 +66,24 @@ class Cached(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None
 
 
+class Thought(msgspec.Struct, frozen=True):
+    """Part of the answer that was reasoning."""
+
+    reasoning_tokens: int | None = None
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Tokens."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: Cached | None = None
+    completion_tokens_details: Thought | None = None
+
+    @property
+    def thought(self) -> int:
+        """Output tokens that were reasoning; 0 also when the engine does not say."""
+        return (self.completion_tokens_details.reasoning_tokens or 0) if self.completion_tokens_details is not None else 0
 
     @property
     def cached(self) -> int:

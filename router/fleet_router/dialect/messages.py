@@ -200,9 +200,10 @@ def details_of(choice: Choice) -> dict[str, Any]:
     return {} if why is None else {"stop_details": {"type": "refusal", "category": None, "explanation": why}}
 
 
-def usage_of(usage: Usage) -> dict[str, int]:
+def usage_of(usage: Usage) -> dict[str, Any]:
     """Anthropic counts cached input apart from the rest."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached, "cache_read_input_tokens": usage.cached,
         "cache_creation_input_tokens": 0, "output_tokens": usage.completion_tokens,
+        **({"output_tokens_details": {"thinking_tokens": usage.thought}} if usage.thought else {}),
     }  # fmt: skip

@@ -62,8 +62,8 @@ class ToolResult(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result
 
 
 class Thinking(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
-    """Earlier reasoning, which goes back as from vLLM's own endpoint: templates know of which turns their model is to see it, those
-    of a call that was just answered most of all."""
+    """Earlier reasoning, which goes back as from vLLM's own endpoint: templates know of which turns their model is to see it,
+    those of a call that was just answered most of all."""
 
     thinking: str = ""
     signature: str = ""

@@ -238,6 +238,6 @@ def usage_of(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens": usage.completion_tokens, "output_tokens_details": {"reasoning_tokens": usage.thought},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }  # fmt: skip

@@ -246,6 +246,27 @@ def test_reasoning_can_be_sent_back_as_it_came(streamed: bool):
     run(go, prefill=0)
 
 
+DETAILS: list[tuple[Any, int]] = [({"reasoning_tokens": 3}, 3), ({"reasoning_tokens": None}, 0), (None, 0)]
+
+
+@pytest.mark.parametrize(("details", "thought"), DETAILS)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_tokens_of_thoughts_are_told_as_the_engine_counted_them(streamed: bool, details: Any, thought: int):
+    """A response always said 0; vLLM with a reasoning parser counts them."""
+    usage = {"prompt_tokens": 5, "completion_tokens": 9, "completion_tokens_details": details}
+    said = {
+        "choices": [{"index": 0, "delta": {"content": "a"}, "message": {"content": "a"}, "finish_reason": "stop"}],
+        "usage": usage,
+    }
+    for path, asked in ASKED.items():
+        one = translation_of(path.encode(), json.dumps({**asked, "stream": streamed}).encode(), "r")
+        assert one is not None
+        raw = json.dumps(said).encode()
+        told = one.feed(b"data: %b\n\ndata: [DONE]\n\n" % raw if streamed else raw) + one.end()
+        assert (b'"reasoning_tokens":%d' % thought if path == "/v1/responses" else b'"output_tokens":9') in told
+        assert (b'"thinking_tokens":3' in told) == (path == "/v1/messages" and thought > 0)
+
+
 USER = {"role": "user", "content": "a"}
 THINKS = {"type": "thinking", "thinking": "Hm.", "signature": ""}
 USES = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
@@ -278,7 +299,8 @@ SAYS = {"role": "assistant", "content": "Yes"}
          [{"content": "Yes", "reasoning": "Hm.Hm."}]),
         ("/v1/messages", [{"role": "assistant", "content": [THINKS]}], []),
         ("/v1/responses", [*thinks("Hm."), CALL_ITEM], [{"tool_calls": [CALLED], "reasoning": "Hm."}]),
-        ("/v1/responses", [*thinks("H", "m."), SAYS, CALL_ITEM], [{"content": "Yes", "tool_calls": [CALLED], "reasoning": "Hm."}]),
+        ("/v1/responses", [*thinks("H", "m."), SAYS, CALL_ITEM],
+         [{"content": "Yes", "tool_calls": [CALLED], "reasoning": "Hm."}]),
         ("/v1/responses", [SAYS, *thinks("Hm."), CALL_ITEM], [{"content": "Yes", "tool_calls": [CALLED], "reasoning": "Hm."}]),
         ("/v1/responses", [*thinks("Hm."), CALL_ITEM, SAYS], [{"tool_calls": [CALLED], "reasoning": "Hm."}, {"content": "Yes"}]),
         ("/v1/responses", thinks("Hm."), []),
