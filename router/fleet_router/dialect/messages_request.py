@@ -15,6 +15,9 @@ from fleet_router.errors import RequestError
 
 FAILED: Final = "The tool call failed."
 """A chat's tool message has no field for it; without words the model takes an error's text for a result."""
+BILLING: Final = "x-anthropic-billing-header"
+"""A line before Claude Code's system prompt with a hash of each request: no two of its prompts would begin alike, no worker would
+hold one's beginning. vLLM takes it out, too."""
 Passed = msgspec.Raw
 NOTHING: Final = msgspec.Raw()
 
@@ -175,11 +178,17 @@ def _choice(choice: ToolChoice) -> Any:
 def chat_messages(turns: list[Turn], system: str | list[Text] | None) -> list[dict[str, Any]]:
     """System text first, then each turn; results of tools become messages of their own before the rest of their turn."""
     found: list[dict[str, Any]] = []
-    if system:
-        found.append({"role": "system", "content": system if isinstance(system, str) else _joined(system)})
+    if system and (said := _unbilled([Text(system)] if isinstance(system, str) else system)):
+        found.append({"role": "system", "content": _joined(said)})
     for number, turn in enumerate(turns):
         found += [{"role": turn.role, "content": turn.content}] if isinstance(turn.content, str) else _turn(turn, number)
     return found
+
+
+def _unbilled(parts: list[Text]) -> list[Text]:
+    """Without the line that only its maker reads, and without a part that was no more."""
+    rest = [(part, Text(part.text.partition("\n")[2]) if part.text.startswith(BILLING) else part) for part in parts]
+    return [left for part, left in rest if left is part or left.text]
 
 
 def _turn(turn: Turn, number: int) -> list[dict[str, Any]]:

@@ -328,6 +328,30 @@ def test_what_only_informs_is_passed_over():
     run(go, prefill=0)
 
 
+BILLED = "x-anthropic-billing-header: cc_version=2.1.3; cc_entrypoint=cli; cch=1f2e3;"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize(
+    ("system", "said"),
+    [
+        ([BILLED, "You are", "kind"], "You are\nkind"),
+        ([f"{BILLED}\nYou are"], "You are"),
+        (f"{BILLED}\nYou are", "You are"),
+        ([BILLED], None),
+        (["You are", "", BILLED], "You are\n"),
+        (["of x-anthropic-billing-header"], "of x-anthropic-billing-header"),
+    ],
+)
+def test_prompts_of_claude_code_begin_alike(path: str, system: str | list[str], said: str | None):
+    """Its first line differs in each request: none went where the beginning of the one before was cached."""
+    parts = system if isinstance(system, str) else [{"type": "text", "text": text} for text in system]
+    one = translation_of(path.encode(), json.dumps({**ASKED["/v1/messages"], "system": parts}).encode(), "r")
+    assert one is not None
+    before = [] if said is None else [{"role": "system", "content": said}]
+    assert json.loads(one.take_body())["messages"] == [*before, *ASKED["/v1/messages"]["messages"]]
+
+
 @pytest.mark.parametrize(("more", "sent"), [({}, None), ({"thinking": {"type": "disabled"}}, "none")], ids=["silent", "disabled"])
 def test_a_model_is_told_not_to_think(more: dict[str, Any], sent: str | None):
     """It was taken, and told nobody: Qwen3 thinks unless it is told not to. vLLM clears enable_thinking for it."""
