@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, NoReturn
 import msgspec
 
 from fleet_router.dialect.calls import Calls
-from fleet_router.dialect.chat import Choice, Completion, ToolCall, Usage
+from fleet_router.dialect.chat import Choice, Completion, Message, ToolCall, Usage
 from fleet_router.dialect.messages_request import MessagesRequest, chat_request
 from fleet_router.dialect.translation import ENDED, ChatTranslation, event, parsed
 from fleet_router.errors import RequestError
@@ -70,14 +70,21 @@ class Messages(ChatTranslation):
             self._choice = choice
         delta = choice.delta
         if delta.thought or delta.content:
-            told += self._other_calls()
+            told += self._pieces(self._calls.said(delta))
+        return told + b"".join(self._pieces(self._calls.feed(call)) for call in delta.tool_calls or ())
+
+    def _pieces(self, found: list[ToolCall | Message]) -> bytes:
+        return b"".join(self._tool(piece) if isinstance(piece, ToolCall) else self._say(piece) for piece in found)
+
+    def _say(self, delta: Message) -> bytes:
+        told = b""
         if delta.thought:
             told += self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             told += self._delta({"type": "thinking_delta", "thinking": delta.thought})
         if delta.content:
             told += self._block("text", {"type": "text", "text": ""})
             told += self._delta({"type": "text_delta", "text": delta.content})
-        return told + b"".join(self._tool(piece) for call in delta.tool_calls or () for piece in self._calls.feed(call))
+        return told
 
     def _tool(self, call: ToolCall) -> bytes:
         start = {"type": "tool_use", "id": call.id or "", "name": call.function.name or "", "input": {}}
@@ -85,9 +92,6 @@ class Messages(ChatTranslation):
         if call.function.arguments:
             told += self._delta({"type": "input_json_delta", "partial_json": call.function.arguments})
         return told
-
-    def _other_calls(self) -> bytes:
-        return b"".join(map(self._tool, self._calls.rest()))
 
     def _begin(self) -> bytes:
         self._begun = True
@@ -113,7 +117,7 @@ class Messages(ChatTranslation):
 
     def finished(self) -> bytes:
         """The message's reason and usage, then its end."""
-        told = (b"" if self._begun else self._begin()) + self._other_calls()
+        told = (b"" if self._begun else self._begin()) + self._pieces(self._calls.rest())
         reason, stop = reason_of(self._choice, calls=self._called)
         ending = {
             "type": "message_delta",

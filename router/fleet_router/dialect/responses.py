@@ -58,12 +58,15 @@ class Responses(ChatTranslation):
         self._reason = choice.finish_reason or self._reason
         delta = choice.delta
         if delta.thought or delta.content:
-            told += self._other_calls()
-        if delta.thought:
-            told += self._thought(delta.thought)
-        if delta.content:
-            told += self._text(delta.content)
-        return told + b"".join(self._call(piece) for call in delta.tool_calls or () for piece in self._calls.feed(call))
+            told += self._pieces(self._calls.said(delta))
+        return told + b"".join(self._pieces(self._calls.feed(call)) for call in delta.tool_calls or ())
+
+    def _pieces(self, found: list[ToolCall | Message]) -> bytes:
+        return b"".join(self._call(piece) if isinstance(piece, ToolCall) else self._say(piece) for piece in found)
+
+    def _say(self, delta: Message) -> bytes:
+        told = self._thought(delta.thought) if delta.thought else b""
+        return told + (self._text(delta.content) if delta.content else b"")
 
     def _begin(self, created: int) -> bytes:
         self._created = created or 1
@@ -114,9 +117,6 @@ class Responses(ChatTranslation):
             told += self._tell("response.function_call_arguments.delta", **self._at, delta=call.function.arguments)
         return told
 
-    def _other_calls(self) -> bytes:
-        return b"".join(map(self._call, self._calls.rest()))
-
     def _put_together(self) -> None:
         """What was said of the last item, into it."""
         said, self._said = "".join(self._said), []
@@ -147,7 +147,7 @@ class Responses(ChatTranslation):
     def finished(self) -> bytes:
         """The last item's end and the whole response."""
         told = b"" if self._created else self._begin(0)
-        told += self._other_calls() + self._close()
+        told += self._pieces(self._calls.rest()) + self._close()
         status = status_of(self._reason)
         return told + self._tell(f"response.{status}", response=self._response(status, self._output))
 

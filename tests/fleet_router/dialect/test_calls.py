@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_router.dialect.calls import MOST_BYTES, Calls
-from fleet_router.dialect.chat import Function, ToolCall
+from fleet_router.dialect.calls import HELD_MOST, MOST_BYTES, Calls
+from fleet_router.dialect.chat import Function, Message, ToolCall
 from fleet_router.errors import RequestError
 from tests.fleet_router.chat_worker import says
 from tests.fleet_router.rig import Rig, run
@@ -81,6 +81,57 @@ def test_responses_have_one_item_per_call(deltas: list[dict[str, Any]], names: l
     run(go, prefill=0)
 
 
+BEGUN: dict[str, Any] = {"tool_calls": [piece(0, first=True), piece(0, '{"x":')]}
+ENDED: dict[str, Any] = {"tool_calls": [piece(0, "1}")]}
+AFTER: dict[str, Any] = {"tool_calls": [piece(0, "\n")]}
+SECOND: dict[str, Any] = {"tool_calls": [piece(1, first=True), piece(1, '{"y":2}')]}
+BETWEEN: dict[str, tuple[list[dict[str, Any]], list[Any]]] = {
+    "gap": ([BEGUN, {"content": "\n"}, ENDED], ["f", "\n"]),
+    "at-once": ([BEGUN, {"content": "so", **ENDED}, {"content": " on"}, AFTER], ["f", "so on"]),
+    "thought": ([BEGUN, {"reasoning": "Hm"}, ENDED, {"content": "so"}, AFTER], ["f", "?Hm", "so"]),
+    "second": ([BEGUN, {"content": "\n"}, SECOND, {"content": "a"}, ENDED, {"content": "b"}], ["f", "g", "\nab"]),
+    "two": ([BEGUN, {"content": "\n"}, ENDED, AFTER, SECOND, {"content": "b"}], ["f", "\n", "g", "b"]),
+    "cut": ([{"content": "a"}, BEGUN, {"content": "b"}], ["a", "f", "b"]),
+}
+
+
+def told_by(events: list[dict[str, Any]]) -> list[str]:
+    """Each block or item that was begun: a call's name, or its text, a thought's behind a question mark."""
+    found = list[str]()
+    for event in events:
+        begun, delta = event.get("content_block") or event.get("item") or {}, event.get("delta")
+        if event["type"] in ("content_block_start", "response.output_item.added"):
+            found.append(begun.get("name", "?" if begun["type"] in ("thinking", "reasoning") else ""))
+        elif event["type"] in ("response.output_text.delta", "response.reasoning_text.delta"):
+            found[-1] += delta
+        elif event["type"] == "content_block_delta":
+            found[-1] += delta.get("text", "") + delta.get("thinking", "")
+    return found
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("kind", BETWEEN)
+def test_what_is_said_within_a_call_does_not_break_it(kind: str, path: str):
+    """The rest of the arguments came as those of another call, without a name: of parsers that tell of text and of a call's end
+    in one delta, and of those that tell of the gap before the next one too early."""
+
+    async def go(rig: Rig) -> None:
+        deltas, expected = BETWEEN[kind]
+        rig.decode[0].behave = says(deltas, "tool_calls")
+        turns = [{"role": "user", "content": "x"}]
+        asked = {"max_tokens": 9, "messages": turns} if path == "/v1/messages" else {"input": turns}
+        assert told_by(events((await rig.post({"model": "m", "stream": True, **asked}, path))[1])) == expected
+
+    run(go, prefill=0)
+
+
+def test_what_is_said_behind_a_call_of_other_arguments_is_held_for_so_long():
+    calls, word = Calls(), Message(content="x" * (HELD_MOST // 2))
+    calls.feed(ToolCall(0, "a", Function("f", "[1]")))
+    assert (calls.said(word), calls.said(word), calls.said(word)) == ([], [], [word] * 3)
+    assert (calls.said(word), calls.rest()) == ([word], [])
+
+
 ARGUMENTS = st.lists(
     st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=4), max_size=3), min_size=1, max_size=4
 )
@@ -90,7 +141,7 @@ ARGUMENTS = st.lists(
 def test_however_pieces_are_mixed_each_call_is_whole_and_by_itself(values: list[dict[str, Any]], data: st.DataObject):
     texts = [msgspec.json.encode(value).decode() for value in values]
     left = {index: list(text) for index, text in enumerate(texts)}
-    calls, out = Calls(), list[ToolCall]()
+    calls, out = Calls(), list[Any]()
     for index in range(len(texts)):
         out += calls.feed(ToolCall(index, f"id{index}", Function(f"f{index}", "")))
     while left:
