@@ -92,6 +92,7 @@ class Tool(msgspec.Struct, frozen=True):
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] | None = None
+    strict: bool | None = None
     cache_control: Passed = NOTHING
 
 
@@ -161,10 +162,11 @@ def chat_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
     """As functions."""
     if not tools:
         return None
-    return [
-        {"type": "function", "function": given(name=tool.name, description=tool.description, parameters=tool.input_schema)}
-        for tool in tools
-    ]
+    return [{"type": "function", "function": _function(tool)} for tool in tools]
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    return given(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
 
 
 def _choice(choice: ToolChoice) -> Any:

@@ -328,6 +328,17 @@ def test_what_only_informs_is_passed_over():
     run(go, prefill=0)
 
 
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_a_tool_is_as_strict_as_it_was_asked_for(strict: bool | None):
+    """It was dropped, as if any arguments would do: vLLM keeps the model to the schema of a strict one."""
+    schema = {"type": "object"}
+    tool = {"name": "f", "input_schema": schema, **({} if strict is None else {"strict": strict})}
+    one = translation_of(b"/v1/messages", json.dumps({**ASKED["/v1/messages"], "tools": [tool]}).encode(), "r")
+    assert one is not None
+    sent = json.loads(one.take_body())["tools"][0]["function"]
+    assert sent == {"name": "f", "parameters": schema, **({} if strict is None else {"strict": strict})}
+
+
 BILLED = "x-anthropic-billing-header: cc_version=2.1.3; cc_entrypoint=cli; cch=1f2e3;"
 
 
