@@ -104,6 +104,7 @@ class Responses(ChatTranslation):
         if self._open != "reasoning":
             told = self._item("reasoning", {**reasoning_item(self._id("rs"), ""), "status": "in_progress", "content": []})
             self._output[-1]["content"] = [thought_part("")]
+            told += self._tell("response.content_part.added", **self._at, content_index=0, part=thought_part(""))
         self._said.append(text)
         return told + self._tell("response.reasoning_text.delta", **self._at, content_index=0, delta=text)
 
@@ -132,16 +133,15 @@ class Responses(ChatTranslation):
             return b""
         item = self._output[-1]
         item["status"] = status_of(self._reason)
-        told = b""
-        if kind == "text":
+        if kind in ("text", "reasoning"):
             part = item["content"][0]
-            told += self._tell("response.output_text.done", **self._at, content_index=0, text=part["text"], logprobs=[])
+            more: dict[str, Any] = {"logprobs": []} if kind == "text" else {}
+            name = "output_text" if kind == "text" else "reasoning_text"
+            told = self._tell(f"response.{name}.done", **self._at, content_index=0, text=part["text"], **more)
             told += self._tell("response.content_part.done", **self._at, content_index=0, part=part)
-        elif kind == "reasoning":
-            told += self._tell("response.reasoning_text.done", **self._at, content_index=0, text=item["content"][0]["text"])
         else:
             done = {"name": item["name"], "arguments": item["arguments"]}
-            told += self._tell("response.function_call_arguments.done", **self._at, **done)
+            told = self._tell("response.function_call_arguments.done", **self._at, **done)
         return told + self._tell("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
     def finished(self) -> bytes:

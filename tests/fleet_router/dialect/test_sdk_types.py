@@ -50,6 +50,23 @@ def test_each_answer_and_each_event_is_of_the_published_type(kind: Any, said: st
         of_event.validate_python(event)
 
 
+@pytest.mark.parametrize("said", SAID)
+def test_each_part_of_a_response_begins_before_it_is_added_to(said: str):
+    """OpenAI's client for JavaScript threw "missing content at index 0" at the first word that a model thought."""
+    streamed = Responses(json.dumps({**ASKED[Responses], "stream": True}).encode(), "r")
+    parts = dict[tuple[int, int], str]()
+    done = dict[tuple[int, int], str]()
+    for event in told(b"".join(map(streamed.feed, events(SAID[said]))) + streamed.end()):
+        at = (event.get("output_index", -1), event.get("content_index", -1))
+        if event["type"] == "response.content_part.added":
+            parts[at] = event["part"]["text"]
+        elif event["type"] in ("response.output_text.delta", "response.reasoning_text.delta"):
+            parts[at] += event["delta"]
+        elif event["type"] == "response.content_part.done":
+            done[at] = event["part"]["text"]
+    assert parts == done
+
+
 def test_nor_is_a_field_missing_in_a_response_that_failed():
     streamed = Responses(json.dumps({**ASKED[Responses], "stream": True}).encode(), "r")
     raw = b"".join(map(streamed.feed, events(CALLS, end=False))) + streamed.failed(RequestError(502, "x"))
