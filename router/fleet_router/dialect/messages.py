@@ -112,8 +112,9 @@ class Messages(ChatTranslation):
     def _close(self) -> bytes:
         if not self._open:
             return b""
+        told = self._delta({"type": "signature_delta", "signature": self.request_id}) if self._open == "thinking" else b""
         self._open = ""
-        return event("content_block_stop", {"type": "content_block_stop", "index": self._index})
+        return told + event("content_block_stop", {"type": "content_block_stop", "index": self._index})
 
     def finished(self) -> bytes:
         """The message's reason and usage, then its end."""
@@ -141,7 +142,7 @@ class Messages(ChatTranslation):
         if choice is None:
             raise RequestError(502, "the worker's answer has no choice")
         self._usage = answer.usage or Usage()
-        return msgspec.json.encode(self._message(_blocks(choice), choice))
+        return msgspec.json.encode(self._message(_blocks(choice, self.request_id), choice))
 
     def _message(self, content: list[dict[str, Any]], choice: Choice) -> dict[str, Any]:
         reason, stop = reason_of(choice, calls=bool(choice.message.tool_calls))
@@ -152,11 +153,12 @@ class Messages(ChatTranslation):
         }  # fmt: skip
 
 
-def _blocks(choice: Choice) -> list[dict[str, Any]]:
+def _blocks(choice: Choice, signature: str) -> list[dict[str, Any]]:
+    """`signature`: of thoughts, which clients do not give back without one; nobody looks at it."""
     found: list[dict[str, Any]] = []
     message = choice.message
     if message.thought:
-        found.append({"type": "thinking", "thinking": message.thought, "signature": ""})
+        found.append({"type": "thinking", "thinking": message.thought, "signature": signature})
     if message.content:
         found.append({"type": "text", "text": message.content})
     for call in message.tool_calls or ():

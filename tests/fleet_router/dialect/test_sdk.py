@@ -77,6 +77,7 @@ def test_anthropic_thoughts_come_in_a_block_of_their_own(streamed: bool):
                 message = await client.messages.create(model="m", max_tokens=8, messages=TURNS)
         assert [block.type for block in message.content] == ["thinking", "text"]
         assert (message.content[0].thinking, message.content[1].text) == ("Hm.", "Yes")
+        assert message.content[0].signature  # LiteLLM gives no thought back that has none
 
     run(go)
 
