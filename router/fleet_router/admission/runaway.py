@@ -117,7 +117,7 @@ class Runaway:
         if self._events > self._most:
             return "no_stop"
         if _LESS_THAN in data or (_CAPITAL_I in data and data.find(b"INST]") >= 0):  # the pattern takes longer than all the rest
-            self._control += sum(_controls(event) for event in events)
+            self._control += _controls(data, len(data) - len(rest), events)
         return "control_tokens" if self._control > CONTROL_MOST else None
 
     def _symbols_of(self, events: list[bytes], first: bool) -> list[int]:
@@ -161,9 +161,10 @@ class Runaway:
             at += len(end) - 1  # the next match ends before this one
 
 
-def _controls(event: bytes) -> int:
-    """Control tokens in what it says."""
-    many = len(CONTROL.findall(event))
-    if many and (told := LOGPROBS.search(event)) is not None:
-        return len(CONTROL.findall(event, 0, told.start()))
-    return many
+def _controls(data: bytes, end: int, events: list[bytes]) -> int:
+    """Control tokens in what these events, which are the data up to there, say."""
+    many = len(CONTROL.findall(data, 0, end))
+    if not many or LOGPROBS.search(data, 0, end) is None:
+        return many
+    said = [event[: told.start()] if (told := LOGPROBS.search(event)) is not None else event for event in events]
+    return sum(len(CONTROL.findall(text)) for text in said)
