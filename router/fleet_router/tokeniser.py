@@ -39,6 +39,9 @@ PROBE_S = 0.05
 """Of a core, for one of them; tokenizers in use need one or two milliseconds."""
 PANIC = "PanicException"
 ROW = ("role", "content")
+BILLING = "x-anthropic-billing-header"
+"""Begins a line that Claude Code writes before its system prompt, another one in each request. Of what came as /v1/messages it is
+taken out here, of what a gateway made a chat of by vLLM, and not by the torch engine."""
 CONVERSATION = msgspec.json.encode([
     {"role": "system", "content": "You help."}, {"role": "user", "content": "Where to? " * 60},
     {"role": "assistant", "content": "There. " * 60}, {"role": "user", "content": "Why?"},
@@ -188,6 +191,8 @@ def _row(message: dict[str, Any], in_parts: bool) -> dict[str, Any]:
         raise UnreadableError("a message of a developer")
     given = message.get("content")
     content = _content(given)
+    if message["role"] == "system" and content.startswith(BILLING):
+        raise UnreadableError("a line that some engines take out")
     if in_parts and message["role"] != "tool":
         return {"role": message["role"], "content": [] if given in (None, []) else [{"type": "text", "text": content}]}
     return {"role": message["role"], "content": content}

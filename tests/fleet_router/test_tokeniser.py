@@ -35,6 +35,19 @@ def test_a_conversation_with_more_than_text_is_the_engines_to_count(folder: Path
         made.render(json.dumps([{**said, **more}]).encode())
 
 
+@pytest.mark.parametrize(("role", "readable"), [("system", False), ("user", True)])
+def test_claude_codes_first_line_is_the_engines_to_take_out(folder: Path, role: str, readable: bool):
+    """vLLM does, of a system's message: none of a gateway's conversations was found, and workers owed us events."""
+    files = {name: (folder / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")}
+    said = json.dumps([{"role": role, "content": "x-anthropic-billing-header: cch=1f2e3;\nYou are kind."}]).encode()
+    made = Tokeniser(files)
+    if readable:
+        assert "You are kind." in made.render(said)
+    else:
+        with pytest.raises(UnreadableError):
+            made.render(said)
+
+
 @pytest.mark.parametrize("texts", [[], ["a"], ["a", "b"], ["a", ""]])
 def test_content_of_several_parts_is_the_engines_to_put_together(folder: Path, texts: list[str]):
     """vLLM puts a line break between them: its workers owed us events of blocks that they never computed."""
