@@ -26,7 +26,7 @@ from fleet_router.explain.record import Record
 from fleet_router.explain.shown import header as decision_header
 from fleet_router.heads import STATUS_LINES, status_line
 from fleet_router.health.determined import determined
-from fleet_router.health.inband import HINT, broke_off_with, error_in, whole_events
+from fleet_router.health.inband import ABORTED_HINT, HINT, broke_off_with, error_in, hinted, whole_events
 from fleet_router.health.patience import patient
 from fleet_router.health.resume import Again
 from fleet_router.health.sent import CHUNK_ENDS, CRLF_SOUND_ENDS, Halves, Sent, ends_a_line, events_end, last_is_sound
@@ -259,7 +259,7 @@ class Answering(Metering):
             data = self._sent.whole(data) if not self._sent.full else self._keep_no_more() + data
         if shown is None and self._splits and (len(data) > size or cut_anywhere(data)):
             data, broke = self._up_to_a_cut_error(data)
-        elif shown is None and data.find(HINT) >= 0:  # `in` raises and catches an error first
+        elif shown is None and (data.find(HINT) >= 0 or data.find(ABORTED_HINT) >= 0):  # `in` raises and catches an error first
             data, broke = self._up_to_an_error(data)
         self._tell((self._without_usage(data) if self._hides else data) if shown is None else shown)
         self._count_tokens(data, sound)
@@ -300,7 +300,7 @@ class Answering(Metering):
         contents = unframed(data)
         if not contents:  # it begins within a chunk
             return self._up_to_an_error(data)
-        if (found := error_in(contents) if contents.find(HINT) >= 0 else None) is None:
+        if (found := error_in(contents) if hinted(contents) else None) is None:
             return data, ""
         good = framed(whole_events(contents, found[0] + 1))
         if self._sent is not None:

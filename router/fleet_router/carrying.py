@@ -13,7 +13,7 @@ from fleet_router.dialect.chat import DONE, UNENDED
 from fleet_router.ending import CHAT_PATH, END, framed, opened, unframed
 from fleet_router.errors import RequestError
 from fleet_router.expected import END_BYTES, breaks_off, is_answer, is_closed, says_an_end, says_something, without_bom
-from fleet_router.health.inband import broke_off_with, error_in, first_error, half_an_error
+from fleet_router.health.inband import GIVEN_UP, broke_off_with, error_in, first_error, half_an_error, is_given_up
 from fleet_router.health.resume import Again, Said, Start, continued, said_of, start_of
 from fleet_router.health.sent import CHUNK_END, CRLF_END
 from fleet_router.measuring import Measuring
@@ -215,8 +215,12 @@ class Carrying(Measuring):
     def in_one(self, data: bytes) -> None:
         """Bytes of an answer that comes as a whole: of one that is none no client is told, while it is held."""
         one = self._connection
-        if one is not None and one.ended and self._outcome == "answered" and not self._is_whole(data, sized=one.sized):
+        if one is None or not one.ended or self._outcome != "answered":
+            self.raw(data)
+        elif not self._is_whole(data, sized=one.sized):
             self._fault("the worker's answer is not JSON")
+        elif is_given_up(BETWEEN.sub(b"", self._head_bytes + self._tail + data)):
+            self._fault(GIVEN_UP)
         else:
             self.raw(data)
 

@@ -10,7 +10,7 @@ from fleet_router.dialect.chat import Events
 from fleet_router.ending import END, framed, unframed
 from fleet_router.errors import RequestError
 from fleet_router.expected import tells_bytes
-from fleet_router.health.inband import HINT, error_in
+from fleet_router.health.inband import GIVEN_UP, error_in, hinted, is_given_up
 from fleet_router.health.resume import Again, DiffersError
 from fleet_router.request import is_object, tokens_of
 from fleet_router.upstream import CLOSED
@@ -127,6 +127,10 @@ class DecodeLeg:
         if not is_object(data[body_at:]) and not tells_bytes(before + after):
             self._flow.end_leg()
             self._flow.leg_failed(self._worker, "the worker's answer is not JSON")
+            return
+        if is_given_up(data[body_at:]):
+            self._flow.end_leg()
+            self._flow.leg_failed(self._worker, GIVEN_UP)
             return
         self._flow.whole(self._worker, (before, known.length_of(data, body_at), after), data[body_at:])
 
@@ -285,6 +289,9 @@ class TranslatedLeg(DecodeLeg):
         if self._translation.stream and not self._translation.complete:
             self._failed_at_its_end("the worker's stream ended early")
             return
+        if not self._translation.stream and is_given_up(self._translation.collected):
+            self._failed_at_its_end(GIVEN_UP)
+            return
         try:
             rest = self._translation.end()
         except RequestError as error:
@@ -340,7 +347,7 @@ class ResumedLeg(DecodeLeg):
         self._flow.heard_again()
         try:
             for payload in self._events.feed(data):
-                if HINT in payload and (found := error_in(b"data: " + payload)) is not None:
+                if hinted(payload) and (found := error_in(b"data: " + payload)) is not None:
                     self._flow.broke_off(found[1])
                     return
                 new = self._again.feed(payload)

@@ -13,7 +13,7 @@ from fleet_router.allowed import with_allowed
 from fleet_router.dialect.chat import DONE, UNENDED, Choice, Completion, Ends, Events, Usage, completion, goes_on, worker_error
 from fleet_router.errors import RequestError, error_json
 from fleet_router.fields import check_values, not_an_object
-from fleet_router.health.inband import broke_off_with, words_of
+from fleet_router.health.inband import ABORT, GIVEN_UP, broke_off_with, words_of
 from fleet_wire.unreadable import UNREADABLE
 
 CHAT: Final = b"/v1/chat/completions"
@@ -170,6 +170,9 @@ class ChatTranslation(Translation):
             self.complete = True
             words = (bytes(chunk.error) or payload)[:500].decode(errors="replace")
             return self.failed(RequestError(502, f"the worker broke the stream off: {words}"))
+        if chunk.choice is not None and chunk.choice.finish_reason == ABORT:
+            self.broke = GIVEN_UP
+            return b""
         self.spoken = True
         self._know(chunk)
         if chunk.choices:

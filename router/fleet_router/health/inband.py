@@ -1,5 +1,8 @@
 """Errors that an engine tells inside a stream whose head said 200: vLLM and SGLang send `data: {"error": {...}}` and then [DONE],
-others `event: error`. Text of a model is escaped JSON, in which no line begins so."""
+others `event: error`. Text of a model is escaped JSON, in which no line begins so.
+
+And answers that an engine gives up: a vLLM that is told to end (SIGTERM, with requests that outlast the drain) ends each that
+runs, and each that still comes, with finish_reason "abort" and [DONE], as if it were whole."""
 
 from __future__ import annotations
 
@@ -12,7 +15,15 @@ from fleet_wire.unreadable import UNREADABLE
 
 HINT: Final = b"error"
 """Without it there is none: one look at each read, and it says no to nearly all."""
-FOUND: Final = re.compile(rb'(?:^|\n)(?:event: ?error[\r\n]|data: ?\{\s*(?:"error"\s*:\s*(?!null)|"object"\s*:\s*"error"))')
+ABORT: Final = "abort"
+ABORTED_HINT: Final = b'"abort"'
+"""The same of one that was given up; inside a text its quotes are escaped."""
+ABORTED: Final = re.compile(rb'"finish_reason"\s*:\s*"abort"')
+GIVEN_UP: Final = "the engine gave the answer up"
+FOUND: Final = re.compile(
+    rb'(?:^|\n)(?:event: ?error[\r\n]|data: ?\{(?:\s*(?:"error"\s*:\s*(?!null)|"object"\s*:\s*"error")'
+    rb'|[^\r\n]*"finish_reason"\s*:\s*"abort"))'
+)
 PAYLOAD: Final = re.compile(rb"(?:^|\n)data: ?([^\r\n]*)")
 EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n")
 WORDS_MOST: Final = 500
@@ -21,6 +32,16 @@ HALF_MOST_BYTES: Final = 65_536
 WORDLESS: Final = "an error without words"
 DATA: Final = b"data:"
 BROKE_OFF: Final = "the worker broke the stream off"
+
+
+def hinted(data: bytes) -> bool:
+    """There may be one."""
+    return data.find(HINT) >= 0 or data.find(ABORTED_HINT) >= 0
+
+
+def is_given_up(answer: bytes | bytearray) -> bool:
+    """An answer that comes as a whole."""
+    return answer.find(ABORTED_HINT) >= 0 and ABORTED.search(answer) is not None
 
 
 def error_in(data: bytes) -> tuple[int, str] | None:
@@ -41,13 +62,13 @@ def _event_end(data: bytes, at: int) -> int:
 
 def first_error(contents: bytes) -> str:
     """The words of an error before which nothing is told in a stream's first read; empty: there is none."""
-    found = error_in(contents) if contents.find(HINT) >= 0 else None
+    found = error_in(contents) if hinted(contents) else None
     return found[1] if found is not None and contents.find(DATA, 0, found[0]) < 0 else ""
 
 
 def half_an_error(contents: bytes) -> bool:
     """A stream's first read ends in the middle of one: whose it is and what it says stands in the rest."""
-    found = FOUND.search(contents) if contents.find(HINT) >= 0 and len(contents) < HALF_MOST_BYTES else None
+    found = FOUND.search(contents) if hinted(contents) and len(contents) < HALF_MOST_BYTES else None
     if found is None or contents.find(DATA, 0, found.start()) >= 0:
         return False
     return _event_end(contents, found.start()) == len(contents)
@@ -78,6 +99,8 @@ def words_of(payload: bytes) -> str | None:
     if not isinstance(told, dict):
         return str(told)[:WORDS_MOST]
     error = told.get("error") or told
+    if error is told and told.get("choices"):
+        return GIVEN_UP
     if not isinstance(error, dict):
         return str(error)[:WORDS_MOST]
     code = error.get("code")

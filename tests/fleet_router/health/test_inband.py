@@ -15,6 +15,7 @@ from fleet_router.explain.shown import shown
 from fleet_router.health.absent import Absent
 from fleet_router.health.inband import error_in
 from fleet_router.health.resume import said_of
+from tests.fleet_router.chat_worker import says
 from tests.fleet_router.fake_worker import FakeWorker
 from tests.fleet_router.health.test_resume import GREEDY, events, generator, tokens, word
 from tests.fleet_router.rig import CONFIG, Rig, http, run, until
@@ -30,6 +31,8 @@ SHAPES = {
     "name and text": b"id: 1\nevent:error\ndata: EngineCore died.\n\n",
     "name alone": b"event: error\n\n",
     "no words": b"event: error\ndata:\n\n",
+    "given up": b'data: {"choices":[{"index":0,"delta":{"content":""},"text":"","finish_reason":"abort"}]}\n\n',
+    "spaced": b'data: {"id": "c", "choices": [{"index": 0, "delta": {}, "text": "", "finish_reason": "abort"}]}\n\n',
 }
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
@@ -360,3 +363,38 @@ def test_an_error_without_words_is_one(error: bytes, first: bool):
         assert rig.context.metrics.of("t", "r").errors == 1
 
     run(go, prefill=0, config=msgspec.structs.replace(CONFIG, resume="off"))
+
+
+@pytest.mark.parametrize("path", list(BODIES))
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("also", [0, 1])
+def test_an_answer_that_its_engine_gave_up_is_asked_of_another(path: str, chunked: bool, also: int):
+    """vLLM that is told to end gives up what runs, and what still comes: half an answer, or an empty one, was told as a whole
+    one; in /v1/messages with `end_turn`, in /v1/responses as `completed`."""
+
+    async def go(rig: Rig) -> None:
+        choice = {"index": 0, "text": "half", "message": {"role": "assistant", "content": "half"}, "finish_reason": "abort"}
+        said = json.dumps({"id": "c", "choices": [choice], "usage": None}).encode()
+        framing = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % len(said)
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n%b\r\n\r\n" % framing
+
+        async def gives_up(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            left.append(1)
+            if len(left) > also:
+                for worker in rig.decode:
+                    worker.behave = says([{"content": "whole"}]) if "completions" not in path or "chat" in path else None
+            for at in range(0, len(said), 23):
+                writer.write((head if at == 0 else b"") + (framed(said[at : at + 23]) if chunked else said[at : at + 23]))
+                await writer.drain()
+            writer.write(b"0\r\n\r\n" if chunked else b"")
+            return True
+
+        left = list[int]()
+        for worker in rig.decode:
+            worker.behave = gives_up
+        status, got = await rig.post({**BODIES[path], "stream": False}, path)
+        assert (status, b"half" in got) == ((502, False) if also else (200, False))
+        assert (b"the engine gave the answer up" in got) == bool(also)
+        assert rig.context.metrics.of("t", "r").errors == 1 + also
+
+    run(go, prefill=0, decode=2)
