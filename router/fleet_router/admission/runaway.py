@@ -166,5 +166,8 @@ def _controls(data: bytes, end: int, events: list[bytes]) -> int:
     many = len(CONTROL.findall(data, 0, end))
     if not many or LOGPROBS.search(data, 0, end) is None:
         return many
-    said = [event[: told.start()] if (told := LOGPROBS.search(event)) is not None else event for event in events]
-    return sum(len(CONTROL.findall(text)) for text in said)
+    many = 0
+    for event in events:
+        told = LOGPROBS.search(event)
+        many += len(CONTROL.findall(event, 0, len(event) if told is None else told.start()))
+    return many
