@@ -123,16 +123,16 @@ class DecodeLeg:
 
     def on_whole(self, known: KnownAnswer, data: bytes, body_at: int) -> None:
         """A 200 to be handed on."""
-        before, after = known.lines
-        if not is_object(data[body_at:]) and not tells_bytes(before + after):
+        (before, after), body, why = known.lines, data[body_at:], ""
+        if not is_object(body) and not tells_bytes(before + after):
+            why = "the worker's answer is not JSON"
+        elif is_given_up(body):
+            why = GIVEN_UP
+        if why:
             self._flow.end_leg()
-            self._flow.leg_failed(self._worker, "the worker's answer is not JSON")
+            self._flow.leg_failed(self._worker, why)
             return
-        if is_given_up(data[body_at:]):
-            self._flow.end_leg()
-            self._flow.leg_failed(self._worker, GIVEN_UP)
-            return
-        self._flow.whole(self._worker, (before, known.length_of(data, body_at), after), data[body_at:])
+        self._flow.whole(self._worker, (before, known.length_of(data, body_at), after), body)
 
     def _kept_back(self, status: int) -> bool:
         """An answer that the client need not see: another worker may have a better one. What leads elsewhere or has nothing to
