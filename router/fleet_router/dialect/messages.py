@@ -39,7 +39,8 @@ class Messages(ChatTranslation):
     image: ClassVar = "image"
     names: ClassVar = {
         "stop": "stop_sequences", "prompt": "messages", "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-        "reasoning_effort": "thinking",
+        "reasoning_effort": "thinking", "thinking_token_budget": "thinking.budget_tokens",
+        "response_format": "output_config.format",
     }  # fmt: skip
 
     def __init__(self, body: bytes, request_id: str) -> None:
@@ -59,6 +60,12 @@ class Messages(ChatTranslation):
         self._index = -1
 
     # -- streamed ---------------------------------------------------------------------------------------------------
+    def name_of(self, param: str) -> str:
+        """An effort has two names here."""
+        if param == "reasoning_effort" and self.fields.get(param) not in (None, "none"):
+            return "output_config.effort"
+        return super().name_of(param)
+
     def chunk(self, chunk: Completion) -> bytes:
         """Deltas of the block that is open; another kind closes it and opens its own."""
         self._usage = chunk.usage or self._usage

@@ -18,6 +18,8 @@ FAILED: Final = "The tool call failed."
 BILLING: Final = "x-anthropic-billing-header"
 """A line before Claude Code's system prompt with a hash of each request: no two of its prompts would begin alike, no worker would
 hold one's beginning. vLLM takes it out, too."""
+BUDGET_LEAST: Final = 1_024
+"""Tokens of thought, as Anthropic has it."""
 Passed = msgspec.Raw
 NOTHING: Final = msgspec.Raw()
 
@@ -105,9 +107,26 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class ThinkingMode(msgspec.Struct, frozen=True):
-    """Only "disabled" is served, in the words of chat: a model that thinks unless it is told not to would think."""
+    """As vLLM's own endpoint reads it: "disabled" is the effort none, for models that think unless told not to; "enabled" a
+    budget; "adaptive" leaves it to the model and `output_config.effort`. Thoughts are always told, whatever `display` says."""
 
-    type: Literal["disabled"]
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Passed = NOTHING
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    """The answer's form."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How much is to be thought, and the answer's form."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
 
 
 class MessagesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -125,6 +144,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingMode | None = None
+    output_config: OutputConfig | None = None
     cache_control: Passed = NOTHING
     metadata: Passed = NOTHING
     service_tier: Passed = NOTHING
@@ -154,8 +174,34 @@ def chat_request(asked: MessagesRequest) -> dict[str, Any]:
         tools=chat_tools(asked.tools),
         tool_choice=_choice(choice) if choice is not None else None,
         parallel_tool_calls=False if single else None,
-        reasoning_effort="none" if asked.thinking is not None else None,
+        thinking_token_budget=_budget(asked.thinking, asked.max_tokens) if asked.thinking is not None else None,
+        reasoning_effort=_effort(asked),
+        response_format=_form(asked.output_config) if asked.output_config is not None else None,
     )
+
+
+def _budget(thinking: ThinkingMode, max_tokens: int) -> int | None:
+    """Tokens that may be thought, which are a part of the answer's; None: it was not asked for a budget."""
+    if thinking.type != "enabled":
+        return None
+    budget, name = thinking.budget_tokens, "thinking.budget_tokens"
+    if budget is None or budget < BUDGET_LEAST:
+        raise RequestError(400, f"{name} is to be at least {BUDGET_LEAST}", param=name)
+    if budget >= max_tokens:
+        raise RequestError(400, f"{name} is to be less than max_tokens, which is {max_tokens}", param=name)
+    return budget
+
+
+def _effort(asked: MessagesRequest) -> str | None:
+    if asked.thinking is not None and asked.thinking.type == "disabled":
+        return "none"
+    return asked.output_config.effort if asked.output_config is not None else None
+
+
+def _form(config: OutputConfig) -> dict[str, Any] | None:
+    if config.format is None:
+        return None
+    return {"type": config.format.type, "json_schema": {"name": config.format.type, "schema": config.format.schema}}
 
 
 def chat_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:

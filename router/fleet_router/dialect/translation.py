@@ -121,10 +121,14 @@ class Translation(ABC):
         """An error of the worker's request in this dialect's words."""
         if error.param is None:
             return error
-        other = self.names.get(error.param, error.param)
+        other = self.name_of(error.param)
         words = PLACE.sub("messages[].content[]", str(error)).replace("'image_url'", f"'{self.image}'")
         words = re.sub(rf"^{re.escape(error.param)}\b", other, words)
         return RequestError(error.status, words, code=error.code, param=other, headers=error.headers, reason=error.reason)
+
+    def name_of(self, param: str) -> str:
+        """A field of the worker's request as this dialect calls it."""
+        return self.names.get(param, param)
 
     def refused(self, status: int, body: bytes, headers: str) -> RequestError:
         """A worker's 4xx in this dialect's words; `headers`: of ours, for the answer."""

@@ -363,12 +363,57 @@ def test_prompts_of_claude_code_begin_alike(path: str, system: str | list[str], 
     assert json.loads(one.take_body())["messages"] == [*before, *ASKED["/v1/messages"]["messages"]]
 
 
-@pytest.mark.parametrize(("more", "sent"), [({}, None), ({"thinking": {"type": "disabled"}}, "none")], ids=["silent", "disabled"])
-def test_a_model_is_told_not_to_think(more: dict[str, Any], sent: str | None):
-    """It was taken, and told nobody: Qwen3 thinks unless it is told not to. vLLM clears enable_thinking for it."""
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORM = {"type": "json_schema", "json_schema": {"name": "json_schema", "schema": SCHEMA}}
+ENABLED = {"type": "enabled", "budget_tokens": 1_024}
+THOUGHTFUL = ("thinking_token_budget", "reasoning_effort", "response_format")
+
+
+@pytest.mark.parametrize(
+    ("more", "sent"),
+    [
+        pytest.param({}, (None, None, None), id="silent"),
+        pytest.param({"thinking": {"type": "disabled"}}, (None, "none", None), id="disabled"),
+        pytest.param({"thinking": ENABLED}, (1_024, None, None), id="enabled"),
+        pytest.param({"thinking": {**ENABLED, "display": "omitted"}}, (1_024, None, None), id="not-displayed"),
+        pytest.param({"thinking": {"type": "adaptive"}}, (None, None, None), id="adaptive"),
+        pytest.param({"output_config": {"effort": "max"}}, (None, "max", None), id="effort"),
+        pytest.param(
+            {"thinking": {"type": "disabled"}, "output_config": {"effort": "max"}}, (None, "none", None), id="disabled-wins"
+        ),
+        pytest.param({"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, (None, None, FORM), id="form"),
+    ],
+)
+def test_a_model_is_told_how_to_think(more: dict[str, Any], sent: tuple[Any, ...]):
+    """What was disabled was taken, and told nobody: Qwen3 thinks unless it is told not to. The others were refused, each time. As
+    vLLM 0.32's own endpoint has it (`_handle_thinking`, `_handle_output_config`)."""
 
     async def go(rig: Rig) -> None:
-        status, _ = await told(rig, "/v1/messages", says(THOUGHT), **more)
-        assert (status, rig.decode[0].seen[-1].get("reasoning_effort")) == (200, sent)
+        status, _ = await told(rig, "/v1/messages", says(THOUGHT), **{**more, "max_tokens": 2_000})
+        assert (status, tuple(rig.decode[0].seen[-1].get(name) for name in THOUGHTFUL)) == (200, sent)
+
+    run(go, prefill=0)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens is to be at least 1024"),
+        ({"thinking": {**ENABLED, "budget_tokens": 1_023}}, "thinking.budget_tokens is to be at least 1024"),
+        (
+            {"thinking": {**ENABLED, "budget_tokens": 2_000}},
+            "thinking.budget_tokens is to be less than max_tokens, which is 2000",
+        ),
+        ({"thinking": {"type": "much"}}, "thinking.type: Invalid enum value 'much'"),
+        ({"output_config": {"effort": "some"}}, "output_config.effort: Invalid enum value 'some'"),
+        ({"output_config": {"form": 1}}, "output_config"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type: Invalid enum value 'xml'"),
+    ],
+)
+def test_a_thought_that_cannot_be_had_is_refused_by_its_name(more: dict[str, Any], words: str):
+    async def go(rig: Rig) -> None:
+        status, answer = await told(rig, "/v1/messages", says(THOUGHT), **{**more, "max_tokens": 2_000})
+        assert (status, rig.decode[0].seen) == (400, [])
+        assert words.encode() in answer
 
     run(go, prefill=0)
