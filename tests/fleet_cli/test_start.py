@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fleet_cli.main import main
+
 INTERRUPTED = """
 import sys
 
@@ -36,3 +38,16 @@ def test_who_presses_ctrl_c_while_a_command_is_imported_sees_one_line(words: lis
 def test_help_needs_none_of_the_models():
     told = "import fleet_cli.main, sys; print(*sorted({'fleet_api', 'pydantic', 'kubernetes', 'httpx'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=60, check=True).stdout == "\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["explain", "\udcff"], ["rollout", "status", "\udcff"], ["rollout", "status", "tiny", "-n", "\udcff"]],
+    ids=["request", "fleet", "namespace"],
+)
+def test_a_name_that_no_url_can_hold_is_an_option_that_cannot_be_used(words: list[str], capsys: pytest.CaptureFixture[str]):
+    """Bytes of another encoding, pasted: a traceback of httpx, or that what answers is no API server, without asking it."""
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "is not text in UTF-8" in capsys.readouterr().err

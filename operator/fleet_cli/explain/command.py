@@ -14,6 +14,7 @@ from typing import Any
 from fleet_cli.errors import EXIT_FAILED, EXIT_OK, InputError, RunError
 from fleet_cli.explain.told import told
 from fleet_cli.streams import complain, emit
+from fleet_cli.words import named
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 KEY_VARIABLE = "FLEET_API_KEY"
@@ -32,7 +33,11 @@ def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "A fleet with tenants needs a key with the right to read decisions; one without answers its own host alone.",
     )
     explain.add_argument(
-        "request", nargs="?", type=_id, metavar="REQUEST_ID", help="x-request-id of the answer; without it the latest ones"
+        "request",
+        nargs="?",
+        type=named("a request id"),
+        metavar="REQUEST_ID",
+        help="x-request-id of the answer; without it the latest ones",
     )
     explain.add_argument(
         "--url", action="append", type=_url, metavar="URL", help=f"a router, may be repeated (default {DEFAULT_URL})"
@@ -46,12 +51,6 @@ def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     explain.add_argument("--json", action="store_true", help="print the records as they are")
     explain.set_defaults(run=_run)
-
-
-def _id(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("'' is not a request id")  # the latest ones would be the answer
-    return text
 
 
 def _url(text: str) -> str:

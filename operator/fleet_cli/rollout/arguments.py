@@ -6,6 +6,8 @@ import argparse
 import math
 from functools import partial
 
+from fleet_cli.words import named
+
 WORDS = {
     "status": "follow the rollout until it is complete (exit 0) or failed (exit 1)",
     "history": "stored revisions of each tier",
@@ -22,8 +24,8 @@ def add_rollout(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     actions = rollout.add_subparsers(required=True, metavar="ACTION")
     for name, words in WORDS.items():
         action = actions.add_parser(name, help=words, description=words)
-        action.add_argument("name", metavar="NAME", type=_name, help="the InferenceFleet")
-        action.add_argument("-n", "--namespace", help="default: the kubeconfig's")
+        action.add_argument("name", metavar="NAME", type=named("a name"), help="the InferenceFleet")
+        action.add_argument("-n", "--namespace", type=named(), help="default: the kubeconfig's")
         action.add_argument("--kubeconfig", metavar="FILE", help="default: $KUBECONFIG or ~/.kube/config")
         action.add_argument("--context", help="default: the current one")
         if name == "undo":
@@ -40,12 +42,6 @@ def _run(action: str, options: argparse.Namespace) -> int:
     from fleet_cli.rollout.command import ACTIONS
 
     return ACTIONS[action](options)
-
-
-def _name(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("'' is not a name")  # the API would answer with all of them
-    return text
 
 
 def _seconds(text: str) -> float:
