@@ -99,6 +99,25 @@ def test_no_more_is_asked_for_than_the_fleet_gives(limits, classes, found):
     assert proof.output_tokens(parse_fleet({"metadata": {"name": "tiny"}, "spec": spec}), proof.OUTPUT_TOKENS) == found
 
 
+@pytest.mark.parametrize(
+    ("engine", "limits", "classes", "words"),
+    [
+        ({}, {}, [], 24),
+        ({}, {"maxInputTokens": 20}, [], 5),
+        ({}, {}, [("batch", 8), ("default", 40)], 10),
+        ({"maxModelLen": 48}, {"maxOutputTokens": 16, "maxInputTokens": 48}, [], 8),
+        ({}, {"maxInputTokens": 1}, [], 1),
+    ],
+)
+def test_no_longer_prompt_is_sent_than_the_fleet_takes(engine, limits, classes, words):
+    """A fleet of short prompts was ended as soon as it was ready, for HTTP 400 to the one that `fleet up` sends by itself."""
+    spec = {"model": {"source": "file:///m"}, "tiers": [{"name": "a", "accelerator": {"type": "cpu"}}], "limits": limits}
+    spec |= {"engine": engine, "classes": [{"name": name, "maxInputTokens": most} for name, most in classes]}
+    fleet = parse_fleet({"metadata": {"name": "tiny"}, "spec": spec})
+    assert len(proof.sample_prompt(fleet, 16).split()) == words
+    assert len(proof.long_prompt(fleet, "salt").split()) * proof.WORD_TOKENS <= max(proof.input_tokens(fleet), 36)
+
+
 def test_the_proof_keeps_to_the_limit(monkeypatch):
     monkeypatch.setattr(proof, "output_tokens", lambda _, most: min(most, 3))
     checks = run(monkeypatch, Engine(longest=3), Engine(longest=3, moves=False))

@@ -18,13 +18,13 @@ from fleet_cli.up.bundled import bundled_manifest, tiny_model, vllm_program
 from fleet_cli.up.client import Client
 from fleet_cli.up.local import LocalFleet
 from fleet_cli.up.preflight import check_engine, check_memory, check_model, check_port, free_bytes
-from fleet_cli.up.proof import Ground, output_tokens, prove
+from fleet_cli.up.proof import Ground, output_tokens, prove, sample_prompt
 from fleet_cli.up.routerport import router_secrets
 from fleet_cli.up.screen import Screen, open_screen
 from fleet_cli.up.state import state_folder
 from fleet_cli.up.stops import Stops, interruptible, until
 from fleet_cli.up.tenants import local_tenants
-from fleet_cli.up.view import SAMPLE_PROMPT, Snapshot, curl_line, fatal, kv_at_last, kv_line, kv_total, snapshot
+from fleet_cli.up.view import Snapshot, curl_line, fatal, kv_at_last, kv_line, kv_total, snapshot
 from fleet_operator.runtime.settings import RuntimeSettings
 
 POLL_S = 0.25
@@ -151,15 +151,21 @@ class _Session:
         return seen
 
     async def _offer(self) -> None:
-        """Send what the user is invited to paste, so that it is known to work, and show what it moved."""
+        """Send what the user is invited to paste, so that it is known to work, and show what it moved. A fleet that does not
+        answer it (a model that only embeds, a CPU that takes minutes) serves others all the same."""
         tokens = output_tokens(self.fleet, FIRST_TOKENS)
+        prompt = sample_prompt(self.fleet, tokens)
         async with Client(self.local.router_url, self.fleet.served_name, key=self.key) as client:
-            answer = await client.stream(SAMPLE_PROMPT, tokens)
-        first = time.monotonic() - self.begun
-        nonsense = "" if self.options.file else " (random weights: the words mean nothing)"
-        self.screen.say(f"first tokens after {first:.1f} s: {answer.text!r}{nonsense}")
+            try:
+                answer = await client.stream(prompt, tokens)
+            except RunError as error:
+                self.screen.say(f"the first request failed: {error}")
+            else:
+                first = time.monotonic() - self.begun
+                nonsense = "" if self.options.file else " (random weights: the words mean nothing)"
+                self.screen.say(f"first tokens after {first:.1f} s: {answer.text!r}{nonsense}")
         url, model = self.local.router_url, self.fleet.served_name
-        curl = curl_line(url, model, tokens=tokens, keyed=bool(self.key))
+        curl = curl_line(url, model, tokens=tokens, prompt=prompt, keyed=bool(self.key))
         self.screen.block(f"OpenAI endpoint: {url}/v1   model: {model}\nTry it:\n\n{curl}")
         self.screen.say(f"logs: {self.local.logs}; Ctrl-C stops everything")
 

@@ -15,6 +15,8 @@ OUTPUT_TOKENS = 24
 SHORT_ANSWER = 4
 REMOTE_PROMPTS = 3
 """Long prompts that `prove` sends through the router; each must cost one hand-off."""
+WORD_TOKENS = 4
+"""A word of English is one to four tokens in any tokenizer."""
 SHORT_TOKENS = 8
 """Below this a user wants even the shortest prompts prefilled remotely."""
 LOCAL_PREFILLS = "fleet_router_local_prefill_total"
@@ -55,11 +57,22 @@ def output_tokens(fleet: InferenceFleet, most: int) -> int:
     return min(most, fleet.spec.limits.max_output_tokens, *filter(None, own))
 
 
+def input_tokens(fleet: InferenceFleet) -> int:
+    """The longest prompt that a request of ours may have, in tokens."""
+    own = (one.max_input_tokens for one in fleet.spec.classes if one.name == "default")
+    return min([fleet.spec.max_input_tokens, *filter(None, own)])
+
+
+def sample_prompt(fleet: InferenceFleet, tokens: int) -> str:
+    """As much of SAMPLE_PROMPT as the fleet takes, with `tokens` of an answer behind it."""
+    most = min(input_tokens(fleet), fleet.spec.engine.max_model_len - tokens)
+    return " ".join(SAMPLE_PROMPT.split()[: max(1, most // WORD_TOKENS)])
+
+
 def long_prompt(fleet: InferenceFleet, salt: str) -> str:
     """A prompt that no cache holds, long enough to be prefilled remotely and short enough for the model."""
     wanted = fleet.spec.routing.remote_prefill.min_uncached_tokens + 48
-    # A word of English is one to four tokens in any tokenizer, so that this many words fit the input limit as well.
-    words = max(8, min(wanted, (fleet.spec.max_input_tokens - OUTPUT_TOKENS) // 4))
+    words = max(8, min(wanted, (input_tokens(fleet) - OUTPUT_TOKENS) // WORD_TOKENS))
     sentence = SAMPLE_PROMPT.split()
     return " ".join([salt, *(sentence[index % len(sentence)] for index in range(words))])
 

@@ -145,9 +145,9 @@ def size(count: int) -> str:
     return f"{amount:.1f} TB"
 
 
-def curl_line(base_url: str, model: str, *, tokens: int, keyed: bool = False) -> str:
+def curl_line(base_url: str, model: str, *, tokens: int, prompt: str = SAMPLE_PROMPT, keyed: bool = False) -> str:
     """One line to paste into a shell."""
-    body = json.dumps({"model": model, "prompt": SAMPLE_PROMPT, "max_tokens": tokens})
+    body = json.dumps({"model": model, "prompt": prompt, "max_tokens": tokens})
     key = " -H 'authorization: Bearer KEY'" if keyed else ""
     return f"curl -s {base_url}/v1/completions{key} -H 'content-type: application/json' -d '{body}'"
 
