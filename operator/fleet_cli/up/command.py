@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from fleet_cli.manifest import check, read_manifest
 from fleet_cli.up.bundled import bundled_manifest, tiny_model, vllm_program
 from fleet_cli.up.client import Client
 from fleet_cli.up.local import LocalFleet
+from fleet_cli.up.named import check_named, hub_secrets
 from fleet_cli.up.preflight import check_engine, check_memory, check_model, check_port, free_bytes
 from fleet_cli.up.proof import Ground, output_tokens, prove, sample_prompt
 from fleet_cli.up.routerport import router_secrets
@@ -57,7 +59,8 @@ def up(options: UpOptions) -> int:
         check_engine(fleet, vllm_program())
         check_memory(fleet, free_bytes())
         tenants = local_tenants(fleet, options.tenants)
-        secrets = [*([tenants.secret] if tenants is not None else []), *router_secrets(fleet)]
+        secrets = [*([tenants.secret] if tenants is not None else []), *router_secrets(fleet), *hub_secrets(fleet, os.environ)]
+        check_named(fleet, options.claims, secrets)
         with state_folder(options.state) as folder:
             local = LocalFleet(
                 manifest=manifest,
