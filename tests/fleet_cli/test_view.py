@@ -16,7 +16,18 @@ from fleet_cli.up.view import adapter_lines, curl_line, fatal, kv_line, kv_total
 BEGUN, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
 
 
-def pod(name="p-0", *, role="decode", ready=False, container=None, deleted=False, phase="Running", conditions=(), since=""):
+def pod(
+    name="p-0",
+    *,
+    role="decode",
+    ready=False,
+    container=None,
+    deleted=False,
+    phase="Running",
+    conditions=(),
+    since="",
+    message=None,
+):
     metadata = {"name": name, "labels": {"inferencefleet.io/role": role}}
     if deleted:
         metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
@@ -24,6 +35,8 @@ def pod(name="p-0", *, role="decode", ready=False, container=None, deleted=False
     status = {"phase": phase, "conditions": [told, *conditions]}
     if container is not None:
         status["containerStatuses"] = [container]
+    if message is not None:
+        status["message"] = message
     return {"metadata": metadata, "status": status}
 
 
@@ -57,6 +70,9 @@ def died(code, message="", restarts=0, key="lastState"):
         (pod(container={"state": {"running": {"startedAt": BEGUN}}, "started": True}, since=LATER), "not answering"),
         (pod(ready=True, container={"state": {"running": {}}}), "ready"),
         (pod(ready=True, deleted=True), "draining"),
+        # a full disk: the router never heard of its workers, and nothing said why
+        (pod(message="its files are not written"), "running: its files are not written"),
+        (pod(ready=True, message="its files are not written"), "ready: its files are not written"),
         (pod(container=died(1)), "restarting"),
         (
             pod(phase="Pending", conditions=[{"type": "PodScheduled", "status": "False", "message": "no gpu"}]),

@@ -154,10 +154,11 @@ def curl_line(base_url: str, model: str, *, tokens: int, prompt: str = SAMPLE_PR
 
 def _pod_line(pod: Mapping[str, Any]) -> PodLine:
     statuses = pod.get("status", {}).get("containerStatuses", ())
+    state, wrong = _state(pod, statuses), pod.get("status", {}).get("message")
     return PodLine(
         name=pod["metadata"]["name"],
         role=pod["metadata"].get("labels", {}).get(ROLE_LABEL, ""),
-        state=_state(pod, statuses),
+        state=f"{state}: {wrong}" if wrong else state,
         restarts=sum(status.get("restartCount", 0) for status in statuses),
     )
 

@@ -41,6 +41,8 @@ class PodRunner:
         self._sooner: asyncio.TimerHandle | None = None
         self._stale = asyncio.Event()
         """Files could not be written."""
+        self._unwritten = ""
+        """Why, while it is so: the log cannot be written then, either."""
         self._waiting: dict[str, Any] | None = None
         self._init = [self._container(spec, "OnFailure") for spec in pod["spec"].get("initContainers") or []]
         self._containers = [self._container(spec) for spec in pod["spec"]["containers"]]
@@ -129,9 +131,16 @@ class PodRunner:
         with contextlib.suppress(MountError, ClusterError):
             try:
                 await self.volumes.refresh()
+                self._tell_unwritten("")
             except OSError as error:
                 logger.warning("pod=%s/%s files=%s not refreshed: %s", self.namespace, self._name, error.filename, error.strerror)
+                self._tell_unwritten(f"its files are not written: {error.filename}: {error.strerror}")
                 self._stale.set()
+
+    def _tell_unwritten(self, why: str) -> None:
+        if why != self._unwritten:
+            self._unwritten = why
+            self._changed()
 
     async def _refresh_again(self) -> None:
         while True:
@@ -191,7 +200,7 @@ class PodRunner:
     def _view(self) -> PodView:
         waiting = self._waiting or ({"reason": "PodInitializing"} if not all(c.view.ended for c in self._init) else None)
         containers = [_held(c.view, waiting) if waiting else c.view for c in self._containers]
-        return PodView(self.ip, "127.0.0.1", self._started_at, [c.view for c in self._init], containers)
+        return PodView(self.ip, "127.0.0.1", self._started_at, [c.view for c in self._init], containers, self._unwritten)
 
     async def _finish_deletion(self) -> None:
         delay_s = self._settings.retry_s

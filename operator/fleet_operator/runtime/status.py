@@ -35,6 +35,8 @@ class PodView:
     start_time: str
     init: Sequence[ContainerView]
     containers: Sequence[ContainerView]
+    message: str = ""
+    """What is wrong with the pod and none of its containers' doing."""
 
 
 def pod_status(pod: PodView, before: Mapping[str, Any], now: str) -> Object:
@@ -49,6 +51,8 @@ def pod_status(pod: PodView, before: Mapping[str, Any], now: str) -> Object:
     }
     if pod.init:
         status["initContainerStatuses"] = [_container_status(view) for view in pod.init]
+    if pod.message or before.get("message"):
+        status["message"] = pod.message or None  # a patch takes it away by null
     if pod.ip:
         status |= {"podIP": pod.ip, "podIPs": [{"ip": pod.ip}]}
     return status

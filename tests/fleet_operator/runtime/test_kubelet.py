@@ -353,7 +353,7 @@ def test_config_map_files_follow_the_config_map(tmp_path):
 
 
 def test_files_that_cannot_be_written_are_written_later_and_end_nothing(tmp_path, monkeypatch):
-    """A full disk: the kubelet ended, and with it every pod of the node."""
+    """A full disk: the kubelet ended, and with it every pod of the node; later it said so in a log on that disk alone."""
     follow = "import sys, time\nwhile open('/etc/conf/a.json').read() != 'two': time.sleep(0.02)\nsys.exit('saw two')"
     container = python(follow, volumeMounts=[{"name": "conf", "mountPath": "/etc/conf"}])
     full, refresh = [OSError(errno.ENOSPC, "No space left on device", "a.json")] * 2, PodVolumes.refresh
@@ -371,8 +371,11 @@ def test_files_that_cannot_be_written_are_written_later_and_end_nothing(tmp_path
             await local.until("follower", lambda pod: "running" in state(pod))
             monkeypatch.setattr(PodVolumes, "refresh", refuse)
             await local.cluster.apply(config_map("two"))
+            pod = await local.until("follower", lambda pod: pod["status"].get("message"))
+            assert pod["status"]["message"] == "its files are not written: a.json: No space left on device"
             pod = await local.until("follower", phase("Failed"))
             assert state(pod)["terminated"]["message"] == "saw two"
+            assert "message" not in pod["status"]
             assert full == []
 
     run(scenario)

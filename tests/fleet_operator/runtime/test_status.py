@@ -1,5 +1,7 @@
 """Tables for pod phase, conditions and container statuses."""
 
+import dataclasses
+
 import pytest
 
 from fleet_operator.runtime.status import ContainerView, PodView, pod_phase, pod_status
@@ -74,6 +76,14 @@ def test_unready_containers_are_named():
     ready = conditions(status)["Ready"]
     assert (ready["status"], ready["reason"]) == ("False", "ContainersNotReady")
     assert ready["message"] == "containers with unready status: [slow]"
+
+
+def test_what_is_wrong_with_a_pod_is_told_and_taken_back():
+    wrong = pod_status(dataclasses.replace(pod(view(RUNNING)), message="no room"), {}, "T1")
+    assert wrong["message"] == "no room"
+    mended = pod_status(pod(view(RUNNING)), wrong, "T2")
+    assert mended["message"] is None
+    assert "message" not in pod_status(pod(view(RUNNING)), mended, "T3")
 
 
 def test_transition_times_move_only_with_the_status():
