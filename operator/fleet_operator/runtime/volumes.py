@@ -149,7 +149,8 @@ class PodVolumes:
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Make `directory` hold exactly `files`: each replaced atomically and only when it changed, as readers poll the times."""
+    """Make `directory` hold exactly `files`: each replaced atomically and only when it changed, as readers poll the times.
+    OSError names the file."""
     wanted = {directory / name for name in files}
     for name, content in files.items():
         path = directory / name
@@ -157,9 +158,12 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_name(f".{path.name}.new")
-        scratch.touch(mode=0o600)
-        scratch.write_bytes(content)
-        scratch.replace(path)
+        try:
+            scratch.touch(mode=0o600)
+            scratch.write_bytes(content)
+            scratch.replace(path)
+        except OSError as error:  # a full disk names no file
+            raise OSError(error.errno, error.strerror, str(path)) from error
     for path in [path for path in directory.rglob("*") if path.is_file() and path not in wanted]:
         path.unlink()
 
