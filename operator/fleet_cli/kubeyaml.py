@@ -37,6 +37,26 @@ class KubeLoader(yaml.SafeLoader):
             return _TAG + "str"
         return _TAG + ("seq" if kind is yaml.SequenceNode else "map")
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """`<<` is replaced by what it merges, where it stands: what comes later wins, of a list of maps what comes first. Each
+        key is there once: a node that an alias names comes here again."""
+        pairs: dict[Hashable, tuple[yaml.Node, yaml.Node]] = {}
+        for key, value in node.value:
+            for each in self._merged(value) if key.tag == _TAG + "merge" else [(key, value)]:
+                name = each[0]
+                pairs[_key(name, self.construct_object(name)) if isinstance(name, yaml.ScalarNode) else id(name)] = each
+        node.value = list(pairs.values())
+
+    def _merged(self, node: yaml.Node) -> list[tuple[yaml.Node, yaml.Node]]:
+        maps = node.value[::-1] if isinstance(node, yaml.SequenceNode) else [node]
+        pairs: list[tuple[yaml.Node, yaml.Node]] = []
+        for one in maps:
+            if not isinstance(one, yaml.MappingNode):
+                raise yaml.constructor.ConstructorError(None, None, "<< merges a map or a list of maps", one.start_mark)
+            self.flatten_mapping(one)
+            pairs += one.value
+        return pairs
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """A map with text for keys."""
         seen: set[str] = set()

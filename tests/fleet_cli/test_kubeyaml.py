@@ -57,6 +57,27 @@ def test_keys_are_text(text: str, value):
 
 
 @pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("{<<: *x, a: 3}", {"a": 3, "b": 1}),
+        ("{a: 3, <<: *x}", {"a": 1, "b": 1}),
+        ("{<<: [*x, *y]}", {"a": 1, "b": 1, "c": 2}),
+        ("{<<: *x, <<: *y}", {"a": 2, "b": 1, "c": 2}),
+        ("{<<: [*y, {b: 4}]}", {"a": 2, "b": 4, "c": 2}),
+        ("{<<: *z}", {"a": 9, "b": 1}),
+        ("{a: 3, <<: *z}", {"a": 9, "b": 1}),
+    ],
+)
+def test_what_is_merged_stands_where_it_was_written(text: str, value: dict[str, int]):
+    """What kubectl 1.32 answered. Keys before a << won, so that `fleet up` ran another fleet than `kubectl apply`; and a map with
+    a << of its own could not be merged further up: "key already set in map"."""
+    written = f"x: &x {{a: 1, b: 1}}\ny: &y {{a: 2, c: 2}}\ndeep: {{er: &z {{<<: *x, a: 9}}}}\nspec: {text}\n"
+    found = load(written)
+    assert found["spec"] == value
+    assert found["deep"] == {"er": {"a": 9, "b": 1}}
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("a: .inf", "unsupported value: .inf"),
@@ -67,6 +88,8 @@ def test_keys_are_text(text: str, value):
         ("null: x", "a key must be text, not null"),
         ("? [a]\n: b", "a key must be text"),
         ("0x10: x\n16: y", 'key "16" already set in map'),
+        ("a: {<<: 1}", "<< merges a map or a list of maps"),
+        ("a: {<<: [{b: 1}, 2]}", "<< merges a map or a list of maps"),
         ("a: !!set {x}", "could not determine a constructor"),
         ("a: !!python/object:os.system {}", "could not determine a constructor"),
         ("a: !!binary '*'", "!!binary value holds no base64 text"),
