@@ -11,7 +11,7 @@ import pytest
 from fleet_api.v1alpha1 import FleetStatus, KvStatus
 from fleet_cli.errors import InputError, RunError
 from fleet_cli.up.screen import LiveScreen, PlainScreen, open_screen
-from fleet_cli.up.view import adapter_lines, curl_line, fatal, kv_line, kv_total, role_lines, size, snapshot
+from fleet_cli.up.view import adapter_lines, curl_line, fatal, kv_line, kv_total, role_lines, size, snapshot, trouble_lines
 
 BEGUN, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
 
@@ -263,3 +263,11 @@ def test_a_terminal_that_draws_no_panel_gets_lines(monkeypatch, term, kind):
     monkeypatch.setattr(out, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", term)
     assert type(open_screen(out, lambda: 0.0)) is kind
+
+
+def test_what_two_conditions_say_is_told_once():
+    """A fleet whose workers fail said so twice, in the same words."""
+    why = {"status": "False", "reason": "WorkersFailing", "message": "w-0: no such file"}
+    told = [{"type": "Available", **why}, {"type": "Ready", **why}, {"type": "RollingOut", **why, "message": "another thing"}]
+    found = trouble_lines(snapshot([], {"conditions": told}).status)
+    assert list(found.values()) == ["WorkersFailing: w-0: no such file", "WorkersFailing: another thing"]

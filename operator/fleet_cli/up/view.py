@@ -101,9 +101,14 @@ def adapter_lines(status: FleetStatus) -> dict[str, str]:
 
 
 def trouble_lines(status: FleetStatus) -> dict[str, str]:
-    """By condition and reason: what somebody has to mend. A router that is missing is shown as a pod, and is at every start."""
-    found = {f"{one.type} {one.reason}": one for one in status.conditions if one.reason in SEVERE and one.reason != "NoRouter"}
-    return {key: f"{one.reason}: {one.message}" for key, one in found.items()}
+    """By condition and reason: what somebody has to mend, each thing once: Ready often says what another one says. A router
+    that is missing is shown as a pod, and is at every start."""
+    found: dict[str, str] = {}
+    for one in status.conditions:
+        words = f"{one.reason}: {one.message}"
+        if one.reason in SEVERE and one.reason != "NoRouter" and words not in found.values():
+            found[f"{one.type} {one.reason}"] = words
+    return found
 
 
 def kv_total(status: FleetStatus) -> KvStatus:
