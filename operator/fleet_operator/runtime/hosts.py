@@ -18,6 +18,8 @@ class Hosts:
         self.path = folder / FILE
         self._lines: dict[str, str] = {}
         """By uid."""
+        self._late = False
+        """The file does not have them all: a full disk."""
 
     def see(self, event: WatchEvent) -> None:
         """Write the file when a pod gets or loses its name."""
@@ -31,12 +33,15 @@ class Hosts:
             self._lines[meta["uid"]] = f"{address} {spec['hostname']}.{spec['subdomain']}.{meta['namespace']}"
         else:
             self._lines.pop(meta["uid"], None)
-        if self._lines.get(meta["uid"]) != before:
+        if self._late or self._lines.get(meta["uid"]) != before:
             self._write()
 
     def _write(self) -> None:
-        """Whole or not at all: others read it at any time."""
+        """Whole or not at all: others read it at any time. What fails is tried again at the next change of any pod; those that
+        miss a name begin anew until then."""
+        self._late = True
         beside = self.path.with_suffix(".new")
-        with contextlib.suppress(OSError):  # a folder that is being removed
+        with contextlib.suppress(OSError):  # or a folder that is being removed
             beside.write_text("".join(f"{line}\n" for line in self._lines.values()))
             os.replace(beside, self.path)
+            self._late = False

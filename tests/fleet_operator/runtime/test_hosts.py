@@ -27,3 +27,16 @@ def test_a_pod_has_its_name_from_its_address_to_its_end(tmp_path: Path):
     hosts.see(event("ADDED", "e", "127.1.1.5", **named))  # another life of the same name
     assert hosts.path.read_text() == "127.1.1.2 t-decode-0-1.f-workers.ml\n127.1.1.5 t-decode-0-0.f-workers.ml\n"
     hosts.see(WatchEvent("SYNCED", {}))
+
+
+def test_names_that_a_full_disk_did_not_take_are_written_later(tmp_path: Path):
+    """Workers over several nodes never found each other: no other pod got a name after theirs."""
+    folder = tmp_path / "state"
+    hosts = Hosts(folder)
+    hosts.see(event("ADDED", "a", "127.1.1.1", hostname="t-decode-0-0", subdomain="f-workers"))
+    folder.mkdir()
+    hosts.see(event("MODIFIED", "b", "127.1.1.2"))
+    assert hosts.path.read_text() == "127.1.1.1 t-decode-0-0.f-workers.ml\n"
+    hosts.path.unlink()
+    hosts.see(event("MODIFIED", "b", "127.1.1.2"))
+    assert not hosts.path.exists(), "nothing changed"
