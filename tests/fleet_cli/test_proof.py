@@ -26,10 +26,22 @@ FLEET = parse_fleet(
 class Engine:
     """Answers like a worker; `wrong` shifts the tokens, `cut` ends a stream early, `status` refuses."""
 
-    def __init__(self, *, wrong=False, cut=False, status=200, moves=True, names=("tiny",), keeps_short=True, tier="", longest=99):
+    def __init__(
+        self,
+        *,
+        wrong=False,
+        cut=False,
+        status=200,
+        moves=True,
+        names=("tiny",),
+        keeps_short=True,
+        tier="",
+        longest=99,
+        no_chat="",
+    ):
         self.wrong, self.cut, self.status, self.moves, self.names = wrong, cut, status, moves, names
         self.kv, self.local, self.keeps_short = KvStatus(), 0, keeps_short
-        self.longest = longest
+        self.longest, self.no_chat = longest, no_chat
         self.headers = {"x-fleet-tier": tier} if tier else {}
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -44,8 +56,10 @@ class Engine:
             return httpx.Response(self.status, json={"error": {"message": "no worker"}})
         assert body["temperature"] == 0
         assert body["max_tokens"] <= self.longest
-        if self.moves and len(str(body.get("messages") or body["prompt"])) > 100:
+        if self.moves and not ("messages" in body and self.no_chat) and len(str(body.get("messages") or body["prompt"])) > 100:
             self.kv = replace_kv(self.kv, transfers=self.kv.transfers + 1, blocks=self.kv.blocks + 4, bytes=self.kv.bytes + 1000)
+        if "messages" in body and self.no_chat:
+            return httpx.Response(400, json={"error": {"message": self.no_chat}})
         if "messages" in body:
             return httpx.Response(200, json={"choices": [{"message": {"content": "hi"}}]})
         tokens = [len(body["prompt"]) + n + self.wrong for n in range(body["max_tokens"])]
@@ -122,6 +136,23 @@ def test_the_proof_keeps_to_the_limit(monkeypatch):
     monkeypatch.setattr(proof, "output_tokens", lambda _, most: min(most, 3))
     checks = run(monkeypatch, Engine(longest=3), Engine(longest=3, moves=False))
     assert [check.name for check in checks.values() if not check.ok] == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "the model has no chat template: use /v1/completions",
+        "As of transformers v4.44, default chat template is no longer allowed, so you must provide a chat template",
+    ],
+    ids=["torch", "vllm"],
+)
+def test_a_base_model_is_asked_for_completions(monkeypatch, words: str):
+    """`fleet up --once` failed for every one, HTTP 400, with a fleet that was in order and none of the checks told."""
+    checks = run(monkeypatch, Engine(no_chat=words), Engine(moves=False))
+    assert [check.name for check in checks.values() if not check.ok] == []
+    assert checks["chat completion"].detail.endswith(" of a completion: the model has no chat template")
+    with pytest.raises(RunError, match=r"HTTP 400.*something else"):
+        run(monkeypatch, Engine(no_chat="something else"), Engine(moves=False))
 
 
 def test_an_answer_is_compared_with_the_model_that_gave_it(monkeypatch):

@@ -16,6 +16,14 @@ REQUEST_TIMEOUT_S = 120.0
 TIER_HEADER = "x-fleet-tier"
 
 
+class RefusedError(RunError):
+    """An answer that is none; `said` is its body."""
+
+    def __init__(self, message: str, said: str) -> None:
+        super().__init__(message)
+        self.said = said
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What came back for one request."""
@@ -132,8 +140,9 @@ class Client:
             raise self._refused(f"{method} {path}", answer)
         return answer
 
-    def _refused(self, what: str, answer: httpx.Response) -> RunError:
-        return RunError(f"{what} at {self._base_url}: HTTP {answer.status_code}: {answer.text[:300].strip()}")
+    def _refused(self, what: str, answer: httpx.Response) -> RefusedError:
+        said = answer.text
+        return RefusedError(f"{what} at {self._base_url}: HTTP {answer.status_code}: {said[:300].strip()}", said)
 
 
 def _cause(error: httpx.HTTPError) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from fleet_api.v1alpha1 import InferenceFleet, KvStatus
-from fleet_cli.up.client import Client
+from fleet_cli.up.client import Client, RefusedError
 from fleet_cli.up.view import SAMPLE_PROMPT, kv_line
 
 OUTPUT_TOKENS = 24
@@ -19,6 +19,7 @@ WORD_TOKENS = 4
 """A word of English is one to four tokens in any tokenizer."""
 SHORT_TOKENS = 8
 """Below this a user wants even the shortest prompts prefilled remotely."""
+NO_TEMPLATE = "chat template"
 LOCAL_PREFILLS = "fleet_router_local_prefill_total"
 COUNTERS_WAIT_S = 30.0
 """Counters reach the status after a scrape and a status write: a few telemetry intervals."""
@@ -117,8 +118,14 @@ async def _equal_tokens(router: Client, ground: Ground, prompt: str, *, streamed
 
 
 async def _chat(router: Client, content: str, tokens: int) -> Check:
-    text = await router.chat(content, tokens)
-    return Check("chat completion", bool(text), f"{len(text)} characters")
+    """A base model has no template, which each engine says in its own words: it is asked for a completion."""
+    try:
+        text, note = await router.chat(content, tokens), ""
+    except RefusedError as error:
+        if NO_TEMPLATE not in error.said:
+            raise
+        text, note = (await router.complete(content, tokens)).text, " of a completion: the model has no chat template"
+    return Check("chat completion", bool(text), f"{len(text)} characters{note}")
 
 
 async def _short(router: Client, tokens: int) -> Check:
