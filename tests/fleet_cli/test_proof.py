@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import pytest
 
 from fleet_api.parse import parse_fleet
 from fleet_api.v1alpha1 import KvStatus
-from fleet_cli.errors import RunError
+from fleet_cli.errors import InputError, RunError
 from fleet_cli.up import proof
 from fleet_cli.up.client import Answer, Client
 
@@ -216,3 +217,21 @@ def test_answers_compare_by_tokens_and_else_by_text():
     assert not one.same_as(replace(one, tokens=(1, 3)))
     assert one.same_as(replace(one, tokens=()))
     assert not one.same_as(replace(one, tokens=(), text="y"))
+
+
+@pytest.mark.parametrize(
+    ("remote", "limits", "words"),
+    [
+        ({}, {}, None),
+        ({"minUncachedTokens": 64}, {"maxInputTokens": 64}, None),
+        ({"decide": "cost"}, {}, r"^spec\.routing\.remotePrefill\.decide: .*: say threshold for the proof$"),
+        ({"minUncachedTokens": 65}, {"maxInputTokens": 64}, r"^spec\.routing\.remotePrefill\.minUncachedTokens: .* 64 tokens, "),
+    ],
+)
+def test_a_fleet_that_hands_nothing_over_is_not_asked_to_prove_it(remote, limits, words):
+    """After all the waiting it said "FAILED KV hand-off", as of one whose KV is broken."""
+    spec = {"model": {"source": "file:///m"}, "tiers": [{"name": "a", "accelerator": {"type": "cpu"}}], "limits": limits}
+    spec |= {"routing": {"policy": "kvAware", "remotePrefill": remote}}
+    fleet = parse_fleet({"metadata": {"name": "tiny"}, "spec": spec})
+    with pytest.raises(InputError, match=words) if words else contextlib.nullcontext():
+        proof.check_provable(fleet)

@@ -20,7 +20,7 @@ from fleet_cli.up.client import Client
 from fleet_cli.up.local import LocalFleet
 from fleet_cli.up.named import check_named, hub_secrets
 from fleet_cli.up.preflight import check_engine, check_memory, check_model, check_port, free_bytes
-from fleet_cli.up.proof import Ground, output_tokens, prove, sample_prompt
+from fleet_cli.up.proof import Ground, check_provable, output_tokens, prove, sample_prompt
 from fleet_cli.up.routerport import router_secrets
 from fleet_cli.up.screen import Screen, open_screen
 from fleet_cli.up.state import state_folder
@@ -55,6 +55,8 @@ def up(options: UpOptions) -> int:
     with interruptible(), open_screen() as screen:
         manifest = _manifest(options, screen)
         fleet = parse_fleet(manifest)
+        if options.once:
+            check_provable(fleet)
         check_model(fleet, options.claims)
         check_engine(fleet, vllm_program())
         check_memory(fleet, free_bytes())

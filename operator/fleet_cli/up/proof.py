@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from fleet_api.v1alpha1 import InferenceFleet, KvStatus
+from fleet_cli.errors import InputError
 from fleet_cli.up.client import Client, RefusedError
 from fleet_cli.up.view import SAMPLE_PROMPT, kv_line
 
@@ -76,6 +77,21 @@ def long_prompt(fleet: InferenceFleet, salt: str) -> str:
     words = max(8, min(wanted, (input_tokens(fleet) - OUTPUT_TOKENS) // WORD_TOKENS))
     sentence = SAMPLE_PROMPT.split()
     return " ".join([salt, *(sentence[index % len(sentence)] for index in range(words))])
+
+
+def check_provable(fleet: InferenceFleet) -> None:
+    """InputError when no prompt of ours would go to a prefill worker: the fleet serves, and the proof could only fail."""
+    remote, most = fleet.spec.routing.remote_prefill, input_tokens(fleet)
+    if remote.decide == "cost":
+        raise InputError(
+            "spec.routing.remotePrefill.decide: --once proves that KV moves, and by cost an idle fleet prefills on its decode "
+            "workers: say threshold for the proof"
+        )
+    if remote.min_uncached_tokens > most:
+        raise InputError(
+            f"spec.routing.remotePrefill.minUncachedTokens: --once proves that KV moves, and no prompt of {most} tokens, the "
+            "longest that is served, goes to a prefill worker"
+        )
 
 
 async def prove(ground: Ground, salt: str) -> list[Check]:
