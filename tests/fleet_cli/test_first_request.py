@@ -1,4 +1,4 @@
-"""The request that `fleet up` sends by itself, to show that what it invites to paste works."""
+"""What `fleet up` asks its fleet by itself: what it invites to paste, and, for the proof, what was counted."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import io
 from pathlib import Path
 
 import httpx
+import pytest
 
 from fleet_api.parse import parse_fleet
+from fleet_api.v1alpha1 import KvStatus
 from fleet_cli.up import command
 from fleet_cli.up.client import Client
+from fleet_cli.up.proof import Check, Ground
 from fleet_cli.up.screen import PlainScreen
+from fleet_planner.types import KvProof
 
 FLEET = parse_fleet(
     {
@@ -63,3 +67,35 @@ def test_what_is_to_be_pasted_is_what_was_sent(monkeypatch):
     said = offered(monkeypatch, httpx.Response(200, content=answer.encode()))
     assert " s: 'x'\n" in said
     assert '"prompt": "The router sends every prompt"' in said
+
+
+@pytest.mark.parametrize(("interval", "transfers"), [("5s", 1), ("60s", 3)])
+def test_a_status_that_comes_too_late_for_the_proof_is_not_waited_for(monkeypatch, interval: str, transfers: int):
+    """With telemetry.interval: 60s the proof failed after 30 s, "KV moved: nothing yet", and its last line told of 3."""
+
+    class Counting(Local):
+        prefill_url = None
+
+        def raise_if_dead(self) -> None:
+            return None
+
+        async def observe(self):
+            role = {"desired": 1, "ready": 1, "serving": 1}
+            kv = {"transfers": 1, "blocks": 2, "bytes": 3, "failed": 0}
+            return [], {"tiers": [{"name": "a", "prefill": role, "decode": role, "kv": kv}]}
+
+        async def counted(self, fleet, telemetry=None):
+            assert telemetry is not None, "the operator's own remembers what it read"
+            return [KvProof(transfers=3, blocks=6, bytes=9, failed=0, measured_at=1.0)]
+
+    async def prove(ground: Ground, salt: str) -> list[Check]:
+        seen.append(await ground.counters())
+        return []
+
+    monkeypatch.setattr(command, "prove", prove)
+    spec = FLEET.spec.model_copy(update={"telemetry": FLEET.spec.telemetry.model_copy(update={"interval": interval})})
+    options = command.UpOptions(file="fleet.yaml", once=True, port=1, state=None, claims={})
+    fleet, screen = FLEET.model_copy(update={"spec": spec}), PlainScreen(io.StringIO(), lambda: 0.0)
+    seen: list[KvStatus] = []
+    assert asyncio.run(command._Session(options, fleet, Counting(), screen, 0.0)._prove()) == 0
+    assert seen[0].transfers == transfers

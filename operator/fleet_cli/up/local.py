@@ -120,14 +120,16 @@ class LocalFleet:
             return pods, {}
         return pods, fleet.get("status") or {}
 
-    async def counted(self, fleet: InferenceFleet) -> list[KvProof]:
-        """What the engines count of KV now, by tiers: the status says what they did some seconds ago. Empty: nobody answers."""
-        if self._telemetry is None:
+    async def counted(self, fleet: InferenceFleet, telemetry: FleetTelemetry | None = None) -> list[KvProof]:
+        """What the engines count of KV now, by tiers: the status says what they did an interval ago. Empty: nobody answers.
+        `telemetry`: who asks, where the operator's own, which remembers what it read, goes on afterwards."""
+        asking = telemetry or self._telemetry
+        if asking is None:
             return []
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(COUNTED_S):
                 pods = await self._cluster.list(POD, self._namespace)
-                tiers = await self._telemetry.collect(fleet, pods, [])
+                tiers = await asking.collect(fleet, pods, [])
                 return [tier.kv for tier in tiers.values() if tier.kv is not None]
         return []
 
