@@ -16,7 +16,7 @@ from fleet_planner.roles import ROLES
 
 STATUSES: Final = frozenset({"True", "False", "Unknown"})
 CONDITIONS_MOST: Final = 32
-"""Of one fleet; there are ten."""
+"""Of one fleet, more than there are."""
 TIERS_MOST: Final = 64
 """Of one fleet that are shown."""
 COUNTS: Final = ("desired", "ready", "serving")
@@ -47,7 +47,7 @@ def cost_per_hour(fleets: Iterable[Object]) -> float | None:
 
 
 def exposition(fleets: Iterable[Object]) -> str:
-    """Of each fleet, as Prometheus text: eighteen lines of each, a tenth of the time that prometheus_client's own objects take. A
+    """Of each fleet, as Prometheus text: eighteen lines of most, a fifth of the time that prometheus_client's own objects took. A
     fleet without a status yet has a condition Ready that is Unknown. No value here needs an escape."""
     told, workers, goals = (
         [f"# HELP {name} {words}", f"# TYPE {name} gauge"]
