@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +18,7 @@ from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from fleet_router.config import RouterConfig, TraceConfig
+from fleet_router.explain import export
 from fleet_router.explain.export import Exported, Exporter, headers_of
 from fleet_router.explain.trace import Trace, read
 from tests.fleet_router.fake_worker import answer, stream
@@ -275,6 +277,22 @@ def test_a_busy_collector_is_asked_again_and_a_full_queue_drops():
             exporter._waiting.clear()
 
         run(go, config=traced(at, sample=1.0, queue=1))
+
+
+@pytest.mark.parametrize(("stopping", "pauses"), [(False, 3), (True, 0)])
+def test_spans_are_rendered_in_slices_between_which_the_loop_has_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch, stopping: bool, pauses: int
+):
+    """A batch is full when a burst of streams ends: rendered at a stretch it stood in the first tokens of the next one."""
+    order: list[str] = []
+    monkeypatch.setattr(export, "spans_of", lambda record, *_: (order.append("record"), [str(record).encode()])[1])
+    monkeypatch.setattr(time, "sleep", lambda _: order.append("pause"))
+    exporter = Exporter(TraceConfig(endpoint="http://127.0.0.1:1"), "f", lambda: 0.0, Exported())
+    exporter._stopping = stopping
+    batch: Any = [(number, None) for number in range(export.BATCH)]
+    assert exporter._rendered(batch, 0) == [str(number).encode() for number in range(export.BATCH)]
+    assert order.count("pause") == pauses
+    assert stopping or max(len(part.split()) for part in " ".join(order).split("pause")) == export.SLICE
 
 
 def test_tracing_that_is_switched_off_leaves_nothing_running():

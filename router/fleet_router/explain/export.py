@@ -19,10 +19,14 @@ from urllib.parse import unquote, urlsplit
 
 from fleet_router.config import TraceConfig
 from fleet_router.explain.record import Record
-from fleet_router.explain.spans import request_of
+from fleet_router.explain.spans import request_of, spans_of
 from fleet_router.explain.trace import Trace
 
 BATCH: Final = 128
+SLICE: Final = 32
+"""Records that are rendered at a stretch: the loop waits for the interpreter meanwhile. A batch is full when a burst of streams
+ends, which is when the next burst comes: all of it at once stood 0.7 ms in the first tokens of that one."""
+PAUSE_S: Final = 0.001
 WAIT_S: Final = 1.0
 TIMEOUT_S: Final = 5.0
 TRIES: Final = 3
@@ -95,11 +99,21 @@ class Exporter:
         while self._waiting:
             batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
             epoch_ns = time.time_ns() - int(self._clock() * 1e9)
-            body = request_of(batch, self._service, self._instance, epoch_ns)
+            body = request_of(self._rendered(batch, epoch_ns), self._service, self._instance)
             if self._post(body):
                 self._counts.sent += len(batch)
             else:
                 self._counts.dropped += len(batch)
+
+    def _rendered(self, batch: list[tuple[Record, Trace]], epoch_ns: int) -> list[bytes]:
+        """Their spans; between slices the interpreter is the loop's."""
+        found: list[bytes] = []
+        for at in range(0, len(batch), SLICE):
+            if at and not self._stopping:
+                time.sleep(PAUSE_S)
+            for record, trace in batch[at : at + SLICE]:
+                found += spans_of(record, trace, epoch_ns)
+        return found
 
     def _post(self, body: bytes) -> bool:
         """True when the collector took it. Tried again after 0.1 and 0.2 s, unless it says that it never will."""

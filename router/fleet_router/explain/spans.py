@@ -37,15 +37,15 @@ WHOLE: Final = b',{"key":"%b","value":{"intValue":"%d"}}'
 FRACTION: Final = b',{"key":"%b","value":{"doubleValue":%b}}'
 
 
-def request_of(records: list[tuple[Record, Trace]], service: str, instance: str, epoch_ns: int) -> bytes:
-    """ExportTraceServiceRequest. `epoch_ns`: added to the router's clock it makes Unix time."""
+def request_of(spans: list[bytes], service: str, instance: str) -> bytes:
+    """ExportTraceServiceRequest."""
     named = {b"service.name": "fleet-router", b"service.namespace": service, b"service.instance.id": instance}
     resource = b"".join(_text(key, value) for key, value in named.items())
-    return BATCH % (resource[1:], b",".join([span for record, trace in records for span in spans_of(record, trace, epoch_ns)]))
+    return BATCH % (resource[1:], b",".join(spans))
 
 
 def spans_of(record: Record, trace: Trace, epoch_ns: int) -> list[bytes]:
-    """All of one request that has ended, each a JSON object."""
+    """All of one request that has ended, each a JSON object. `epoch_ns`: added to the router's clock it makes Unix time."""
     make, error, lane = _Maker(trace, epoch_ns), record.error, record.lane
     name, same = _of_request(record.path, lane.account.name, lane.slo_class.name, record.adapter, record.ended)
     said = [same, TEXT % (b"fleet.request_id", msgspec.json.encode(record.request_id))]
