@@ -3,7 +3,7 @@
 A role needs in-flight requests ÷ target per worker, plus its warm workers; a role whose latency objective is missed needs one
 more than it has, once all that it has are ready, and were for all of the time that was measured: those that still come up, or
 have just come, may be enough. Growing is immediate; shrinking waits until a smaller number was enough for a whole window. No
-data, stale data or nonsense means hold: the present size stays, and after a whole window of it another one must pass first, as
+data, stale data or nonsense means hold: what is asked for stays, and after a whole window of it another one must pass first, as
 after a restart.
 """
 
@@ -56,11 +56,13 @@ class ScaleInputs:
     current: tuple[int, int]
     ready: tuple[int, int] | None = None
     """How many of them could serve, for all of the time that latencies are of; None: all."""
+    wished: tuple[int, int] | None = None
+    """What was asked for last, where nodes, quota or budget allow less than that; None: `current` is all of it."""
 
 
 def want(inputs: ScaleInputs, telemetry: TierTelemetry | None, memory: ScaleMemory, now: float) -> ScaleDecision:
     """The sizes that this tier should have now."""
-    prefill, decode = inputs.current
+    prefill, decode = inputs.wished or inputs.current
     why = unusable(telemetry, inputs.interval_s, now)
     if telemetry is None or why:
         return ScaleDecision(prefill, decode, f"holding: {why}", memory, held=True)
@@ -144,7 +146,8 @@ def _remember(memory: ScaleMemory, now: float, needed: tuple[int, int], window_s
 
 
 def _floor(memory: ScaleMemory, role: int, current: int, now: float, inputs: ScaleInputs) -> int:
-    """Not below what any moment of the last window needed; without a whole window of data (a restart) not below today."""
+    """Not below what any moment of the last window needed; without a whole window of data (a restart, somebody's /scale) not
+    below `current`, what is asked for today."""
     if not memory.wants or memory.wants[0][0] > now - inputs.scaling.scale_down_window_s:
         return current
     return max((prefill, decode)[role] for _, prefill, decode in memory.wants)

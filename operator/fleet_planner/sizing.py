@@ -92,11 +92,11 @@ def size_tier(fleet: InferenceFleet, tier: TierSpec, observed: Observed, workers
     ready = [worker.role for worker in workers if worker.ready and _is_measured(worker, since)]
     inputs = ScaleInputs(
         tier, fleet.spec.slo, fleet.spec.scaling, fleet.spec.telemetry.interval_s, current,
-        (ready.count("prefill"), ready.count("decode")),
+        (ready.count("prefill"), ready.count("decode")), wished,
     )  # fmt: skip
     decision = want(inputs, telemetry, memory, now)
-    size = wished if decision.held else (decision.prefill, decision.decode)
-    names, kept = {each.name for each in fleet.spec.tiers}, decision.memory
+    size, kept = (decision.prefill, decision.decode), decision.memory
+    names = {each.name for each in fleet.spec.tiers}
     if any(pod.serving and pod.tier not in names for pod in observed.pods):  # they have a part of the load that it is to have
         size, kept = larger(size, wished), replace(kept, wants=())
     sizes = project(*size, bounds)  # bounds may have changed while holding

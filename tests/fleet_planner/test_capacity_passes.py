@@ -103,6 +103,24 @@ def test_what_was_backed_out_of_stays_wished(mode: str):
     assert counts(nodes.observed) == {"prefill": 2, "decode": 8}
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_size_that_a_user_set_stays_wished_for_its_window_though_load_is_known(restarted: bool):
+    """One pass after it was backed out of it was forgotten: never tried again, with `CapacityLimited` Sufficient."""
+    nodes = Nodes(of({"scaling": {"scaleDownWindow": "1h"}}), room=5, load=(1, 2))
+    nodes.scale(decode=8)
+    nodes.run(WAIT_S + 2 * STEP_S)
+    if restarted:
+        nodes.restart()
+    nodes.run(WAIT_S / 2)
+    assert nodes.verdict("CapacityLimited")[0] == ("Unschedulable" if restarted else "BackedOut")
+    nodes.run(WAIT_S)
+    nodes.room = 100
+    nodes.run(2 * WAIT_S)
+    assert (nodes.size, counts(nodes.observed)) == ((2, 8), {"prefill": 2, "decode": 8})
+    nodes.run(3_600 + WAIT_S)
+    assert nodes.size == (1, 2), "for one window, then the load decides"
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_an_operator_that_starts_knows_what_was_wished(mode: str):
     nodes = Nodes(of(MODES[mode]), room=5)
