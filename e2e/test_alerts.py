@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,27 @@ def test_an_alert_without_any_operator_fires(tmp_path: Path):
         yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [test]})
     )
     promtool("test", "rules", str(tmp_path / "tests.yaml"))
+
+
+@pytest.mark.smoke
+def test_a_lack_of_nodes_is_told_though_its_reason_is_another_at_every_try(tmp_path: Path):
+    """For five minutes workers find no node, for five it is backed out of, then they are tried again, with all well for a moment:
+    each reason began anew before its quarter of an hour was over, and nobody was ever told."""
+    reasons = ["Sufficient", *["Unschedulable"] * 5, *["BackedOut"] * 5] * 6
+    series = [
+        (condition("CapacityLimited", status, reason), " ".join(_scraped([there == reason for there in reasons])))
+        for status, reason in (("True", "Unschedulable"), ("True", "BackedOut"), ("False", "Sufficient"))
+    ]
+    test = asked("InferenceFleetCapacityLimited", series, 1)
+    (tmp_path / "tests.yaml").write_text(
+        yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [test]})
+    )
+    promtool("test", "rules", str(tmp_path / "tests.yaml"))
+
+
+def _scraped(there: list[bool]) -> list[str]:
+    """Samples of a series that comes and goes."""
+    return ["1" if now else "stale" if before else "_" for before, now in pairwise([False, *there])]
 
 
 EMPTY_WHEN_WELL = (
