@@ -49,7 +49,7 @@ class Group:
     leaving: Pair = (0, 0)
     """Those of the ready ones whose nodes go away."""
     terminating: bool = False
-    """Some worker of it terminates."""
+    """Some worker of it terminates, or is to because it can never be whole again."""
     refused: bool = False
     """A quota refuses some worker."""
     queued: bool = False

@@ -18,7 +18,7 @@ from fleet_planner.memory import GangMemory
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.replicas import Replica, plan_replicas, replicas_of
 from fleet_planner.roles import Role
-from fleet_planner.types import Observed, ObservedPod, ObservedPool, RouterView
+from fleet_planner.types import Observed, ObservedPod, ObservedPool, RouterView, Template
 from fleet_planner.wanted import PodGone, PoolWanted
 from tests.fleet_planner.test_reconcile import NOW, fleet, pod, start
 from tests.fleet_planner.test_serving import EVENTS, RATIOS, Model, play
@@ -131,6 +131,24 @@ def test_a_worker_that_lost_its_leader_is_told_to_nobody():
     plan = reconcile(fleet(ratio={"decode": 1}), replace(start(nodes=(2, 2)), pods=tuple(pods)), NOW)
     assert [target.name for target in plan.targets] == ["f-t-prefill-aaaaaaaa-0"]
     assert [gone.name for gone in plan.delete] == ["f-t-decode-aaaaaaaa-0-1"]
+
+
+def test_what_is_left_of_the_last_old_worker_holds_its_devices_until_it_is_gone():
+    """Of one that had lost a pod, and goes for that, nothing counted: its successors were made beside it, above the surge."""
+    spec = fleet(ratio={"prefill": 1, "decode": 1, "min": "1:4", "max": "1:1"})
+    rollout = {"maxSurgeGpus": 0, "maxUnavailable": 1}
+    wish = spec.model_copy(update={"spec": spec.spec.model_validate(spec.spec.to_dict() | {"rollout": rollout})})
+    old, new = (Template(name, name, gpus=(4, 1), nodes=(2, 1)) for name in ("aaaaaaaa", "bbbbbbbb"))
+    left = gang("f-t-prefill-aaaaaaaa-0", "prefill")[:1]
+    seen = Observed(pods=tuple(left), templates={"t": new}, stored={"t": {old.revision: old}})
+    plan = reconcile(wish, seen, NOW)
+    assert ([one.name for one in plan.delete], plan.create) == ([left[0].name], ())
+    going = replace(seen, pods=(replace(left[0], terminating=True, ready=False),))
+    assert reconcile(wish, going, NOW).create == ()
+    made = reconcile(wish, replace(seen, pods=()), NOW).create
+    assert [(one.role, one.revision, one.member) for one in made] == [
+        ("decode", "bbbbbbbb", 0), ("prefill", "bbbbbbbb", 0), ("prefill", "bbbbbbbb", 1)
+    ]  # fmt: skip
 
 
 def test_of_equals_the_one_with_the_fewest_nodes_goes_first():
