@@ -13,7 +13,8 @@ import zmq
 
 from fleet_router.follow import kvevents
 from fleet_router.follow.kvevents import PARCEL, Connected, EventReader, Live, Lost, Message, Replayed, parcels
-from fleet_wire.events import AllBlocksCleared, KVEventBatch, encode
+from fleet_router.kvindex.believed import Believed
+from fleet_wire.events import END_OF_REPLAY, AllBlocksCleared, BlockStored, KVEventBatch, encode
 
 TS = msgspec.msgpack.encode(1.0)
 
@@ -147,3 +148,54 @@ def test_a_connection_whose_other_end_is_gone_without_a_word_is_found_out():
     finally:
         context.destroy(linger=0)
         reader.stop()
+
+
+def replaying(replays: zmq.Socket[bytes], published: int, stop: threading.Event) -> None:
+    """As vLLM does it: all there is, as fast as it goes."""
+    payload = encode(KVEventBatch(1.0, [BlockStored([1], None, list(range(2_000)), 2_000)]))
+    while not stop.is_set():
+        if replays.poll(50):
+            who, _, first = replays.recv_multipart()
+            for number in range(int.from_bytes(first, "big"), published):
+                replays.send_multipart([who, b"", b"", number.to_bytes(8, "big"), payload])
+            time.sleep(0.3)  # the end is not what is dropped here
+            replays.send_multipart([who, b"", b"", END_OF_REPLAY, b""])
+
+
+def test_all_of_a_replay_comes_whose_sender_drops_what_its_queue_does_not_hold():
+    """vLLM's: its ROUTER drops what is beyond a thousand messages, in the middle of a replay."""
+    believed, stop = Believed(1_000), threading.Event()
+    believed.join("w", 64, "c")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    events, replays = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+    replays.setsockopt(zmq.SNDHWM, 100)
+    ports = [one.bind_to_random_port("tcp://127.0.0.1") for one in (events, replays)]
+
+    def deliver(messages: list[Message]) -> None:
+        for one in messages:
+            if isinstance(one, Connected):
+                believed.connected(one.worker, 0.0)
+            elif isinstance(one, Replayed):
+                believed.replayed("w", one.asked_from, one.batches, 0.0, last=one.last, whole=one.whole)
+                time.sleep(0.001)
+        asks, believed.asks = believed.asks, []
+        for worker, first in asks:
+            asked.append(first)
+            reader.replay(worker, first)
+
+    asked: list[int] = []
+    serving = threading.Thread(target=replaying, args=(replays, 4_000, stop))
+    serving.start()
+    reader = EventReader(deliver)
+    try:
+        reader.follow("w", "127.0.0.1", *ports)
+        end = time.monotonic() + 30
+        while believed.state("w") not in ("live", "partial") and time.monotonic() < end:
+            time.sleep(0.02)
+        assert believed.state("w") == "live"
+        assert asked == sorted(set(asked))
+    finally:
+        reader.stop()
+        stop.set()
+        serving.join()
+        context.destroy(linger=0)

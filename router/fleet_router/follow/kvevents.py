@@ -123,7 +123,7 @@ class EventReader:
         self._order(lambda: self._close(worker))
 
     def replay(self, worker: str, first: int) -> None:
-        """Ask for everything from `first` on; `Replayed` follows."""
+        """Ask for everything from `first` on; `Replayed` follows. Of one that was asked for before, nothing more does."""
         self._order(lambda: self._ask(worker, first))
 
     def stop(self) -> None:
@@ -215,6 +215,7 @@ class EventReader:
         if not source.replay_at:
             self._out.append(NoReplay(worker))
             return
+        self._forget_replays(worker)
         asked = self._context.socket(zmq.DEALER)
         asked.setsockopt(zmq.LINGER, 0)
         asked.setsockopt(zmq.IPV6, "[" in source.replay_at)
@@ -255,7 +256,7 @@ class EventReader:
                 self._drop(asked)
 
     def _forget_replays(self, worker: str) -> None:
-        """They are of a life that may be over: of this one another is asked for."""
+        """They are of a life that may be over, or another one is asked for."""
         for asked, replay in list(self._replays.items()):
             if replay.worker == worker:
                 self._drop(asked)

@@ -19,7 +19,7 @@ HELD_TOKENS_MOST = 4_000_000
 
 
 class _Source:
-    __slots__ = ("bit", "first", "held", "held_tokens", "stream", "up")
+    __slots__ = ("bit", "first", "held", "held_tokens", "stream", "unfilled", "up")
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
@@ -30,6 +30,8 @@ class _Source:
         self.held_tokens = 0
         self.up = False
         """It was heard of since the connection broke."""
+        self.unfilled = False
+        """It was asked for what a replay had left out, and has not got it: holes in its replays are for ever."""
 
     def let_go(self) -> list[Numbered]:
         """What was held."""
@@ -97,16 +99,13 @@ class Believed:
     def replayed(self, worker: str, asked_from: int, batches: Sequence[Numbered], now: float, *, last: bool, whole: bool) -> None:
         """A part of a replay."""
         source = self._sources.get(worker)
-        if source is None or source.stream.replay_from < asked_from or source.stream.asked_at is None:
-            return  # it was asked of an earlier life
-        for number, batch in batches:
-            if source.first is None:
-                source.first = number
-            if number > source.stream.replay_from:  # among what is missing may be removals
-                source.first = number
-                self.index.clear(worker)
-            if number >= source.stream.replay_from:
-                self._apply(worker, source, number, batch, trust=False)
+        if source is None or source.stream.asked_from != asked_from or source.stream.asked_at is None:
+            return  # it was asked of an earlier life, or another one was asked for since
+        if not self._take_part(worker, source, batches):
+            source.stream.broke_off(asked_from, source.first, now)
+            source.stream.asked_at = None
+            self._ask(worker, source, now)
+            return
         if not last:
             source.stream.asked_at = now  # it goes on: no other one is asked for meanwhile
             return
@@ -162,6 +161,23 @@ class Believed:
             source.first = None
             self.asks.append((worker, source.stream.replay_from))
 
+    def _take_part(self, worker: str, source: _Source, batches: Sequence[Numbered]) -> bool:
+        """False: one is missing in the middle. vLLM sends a replay as fast as it can, and its socket drops what does not fit into
+        a queue of a thousand: it still has it."""
+        for number, batch in batches:
+            begins = source.first is None
+            if number > source.stream.replay_from:
+                if not begins and not source.unfilled:
+                    return False
+                source.unfilled = source.unfilled or source.stream.asked_from > 0
+                source.first = number
+                self.index.clear(worker)  # among what is missing may be removals
+            if begins:
+                source.first = number
+            if number >= source.stream.replay_from:
+                self._apply(worker, source, number, batch, trust=False)
+        return True
+
     def _apply(self, worker: str, source: _Source, number: int, batch: KVEventBatch, *, trust: bool = True) -> None:
         self.index.apply(worker, batch.events)
         was = source.stream.state
@@ -172,7 +188,7 @@ class Believed:
     def _forget(self, worker: str, source: _Source) -> None:
         self.index.clear(worker)
         source.stream.lost()
-        source.first, source.up = None, False
+        source.first, source.up, source.unfilled = None, False, False
         source.let_go()
         self._retrust()
 

@@ -30,6 +30,8 @@ class EventStream:
     """Since when the worker owes us an event."""
     asked_at: float | None = None
     """When a replay was asked for."""
+    asked_from: int = 0
+    """Its first number."""
     late: bool = False
     """One that broke off began too late."""
 
@@ -62,7 +64,7 @@ class EventStream:
         """A replay may be asked for now; says so once per REPLAY_AGAIN_S."""
         if self.is_asking(now):
             return False
-        self.asked_at = now
+        self.asked_at, self.asked_from = now, self.replay_from
         return True
 
     def applied(self, number: int, ts: float) -> None:

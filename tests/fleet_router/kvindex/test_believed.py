@@ -95,3 +95,50 @@ def test_what_waits_for_a_replay_that_never_comes_is_bounded_by_its_tokens(worke
     assert believed.asks == [("w0", count)]  # those that were not held are the next gap
     believed.replayed("w0", count, [(number, batch()) for number in range(count, 201)], 1.1, last=True, whole=True)
     assert (believed.state("w0"), believed._sources["w0"].held_tokens) == ("live", 0)
+
+
+def test_what_a_replay_left_out_in_its_middle_is_asked_for():
+    """vLLM's socket drops what does not fit into its queue of a thousand messages: who had published more was believed in what
+    came behind the last hole alone, and never more than half, for its whole life."""
+    rig = Rig()
+    for depth in (3, 6, 10, 2, 5, 9):
+        rig.worker.store(depth)
+    rig.sent = len(rig.worker.log)
+    rows = list(enumerate(rig.worker.log))
+    rig.believed.connected("w", 0.0)
+    rig.believed.replayed("w", 0, [*rows[:2], rows[3]], 0.0, last=False, whole=True)
+    assert (rig.believed.asks, rig.believed.trusted) == ([("w", 0), ("w", 2)], 0)
+    rig.believed.replayed("w", 0, rows[4:], 0.1, last=True, whole=True)  # the rest of the first one, which is on its way
+    rig.believed.replayed("w", 2, [rows[2], *rows[4:]], 0.1, last=True, whole=True)
+    assert rig.believed.asks[2:] == [("w", 3)]
+    rig.believed.replayed("w", 3, rows[3:], 0.2, last=True, whole=True)
+    assert (rig.believed.state("w"), rig.believed.trusted, rig.known()) == ("live", 1, 10)
+
+
+def test_a_replay_that_began_late_and_leaves_something_out_is_asked_for_and_is_not_all_there_is():
+    rig = Rig()
+    for _ in range(6):
+        rig.worker.store(2)
+    rig.sent = len(rig.worker.log)
+    rows = list(enumerate(rig.worker.log))
+    rig.believed.connected("w", 0.0)
+    rig.believed.replayed("w", 0, [rows[2], *rows[4:]], 0.0, last=True, whole=True)
+    rig.believed.replayed("w", 3, rows[3:], 0.1, last=True, whole=True)
+    assert (rig.believed.state("w"), rig.known()) == ("partial", 2)
+
+
+def test_holes_that_no_replay_fills_are_not_asked_for_again_and_again():
+    """Batches of a kind that we cannot read: each would be asked for with all that is behind it."""
+    rig = Rig()
+    for _ in range(100):
+        rig.worker.store(2)
+    rig.sent = len(rig.worker.log)
+    rig.believed.connected("w", 0.0)
+    asked = 0
+    while rig.believed.asks:
+        ((worker, first),), rig.believed.asks = rig.believed.asks, []
+        asked += 1
+        rows = [(number, told) for number, told in enumerate(rig.worker.log) if number >= first and number % 3 == 0]
+        rig.believed.replayed(worker, first, rows, rig.now, last=True, whole=True)
+    assert asked == 2
+    assert (rig.believed.state("w"), rig.known()) == ("partial", 2)
