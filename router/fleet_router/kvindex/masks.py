@@ -81,3 +81,9 @@ def drop_bit(masks: dict[int, int], key: int, bit: int) -> None:
         masks[key] = left
     else:
         masks.pop(key, None)
+
+
+def without_bit(masks: dict[int, int], bit: int) -> dict[int, int]:
+    """The same without this worker: where it holds much of it quicker than key by key."""
+    others = ~bit
+    return {key: left for key, mask in masks.items() if (left := mask & others)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import msgspec
@@ -179,6 +180,28 @@ def test_who_holds_more_than_there_is_room_for_is_known_in_part_until_it_begins_
     assert made.lacking == 2
     made.clear("b")
     assert made.lacking == 0
+
+
+def test_who_held_much_is_forgotten_in_a_fraction_of_the_time_that_it_took_to_tell():
+    """80 ms for a worker of 200,000 blocks, whose connection broke: each stream stood."""
+    made = PreciseIndex(100_000)
+    made.join("a", 64, "c")
+    names = [number.to_bytes(16, "little") for number in range(50_000)]
+    began = time.thread_time()
+    made.apply("a", [stored(names)])
+    told = time.thread_time()
+    assert len(made) == 50_000
+    made.clear("a")
+    assert (time.thread_time() - told) * 5 < told - began
+    assert (len(made), made._fast, made._slow) == (0, {}, {})
+
+
+def test_who_held_much_is_forgotten_and_nobody_else():
+    made = index()
+    made.apply("a", [stored(NAMES), stored(NAMES[5:], medium="CPU")])
+    made.apply("b", [stored(NAMES[:3]), stored(NAMES[:5], medium="CPU")])
+    made.clear("a")
+    assert (made.depths(KEYS), len(made)) == ([(3 + SLOW_WORTH * 2, 2)], 8)
 
 
 @pytest.mark.parametrize("lora", [None, "billing"])
