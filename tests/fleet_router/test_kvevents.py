@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from fleet_router.follow import kvevents
-from fleet_router.follow.kvevents import PARCEL, Connected, EventReader, Live, Lost, Message, Replayed, parcels
+from fleet_router.follow.kvevents import PARCEL, Connected, EventReader, Live, Lost, Message, Replayed, _Replay, parcels
 from fleet_router.kvindex.believed import Believed
 from fleet_wire.events import END_OF_REPLAY, AllBlocksCleared, BlockStored, KVEventBatch, encode
 
@@ -124,6 +124,23 @@ def test_the_loop_takes_few_batches_at_a_time_of_however_many_workers():
     assert max(sizes) <= 2 * PARCEL
     assert len(found) <= 50 + 5 + 1
     assert list(parcels([])) == []
+
+
+def test_the_loop_takes_few_blocks_at_a_time():
+    """A step of a long prompt tells of hundreds: 64 of them were applied in one turn, 60 ms in which no stream moved."""
+    step = KVEventBatch(1.0, [BlockStored([bytes([1]) * 32] * 512, None, [], 16), AllBlocksCleared()])
+    told = [(number, step) for number in range(200)]
+    found = list(parcels([Live("w", number, batch) for number, batch in told]))
+    assert sum(map(len, found)) == 200
+    assert max(map(len, found)) == 2
+    reader = EventReader(lambda _: None)
+    reader.stop()
+    reader._hand_over(_Replay("w", 7, 0.0, told), last=True, whole=False)
+    parts = [one for parcel in parcels(reader._out) for one in parcel if isinstance(one, Replayed)]
+    assert [row for one in parts for row in one.batches] == told
+    assert max(len(one.batches) for one in parts) == 2
+    assert [(one.last, one.whole) for one in parts] == [(False, True)] * (len(parts) - 1) + [(True, False)]
+    assert {one.asked_from for one in parts} == {7}
 
 
 def keeps_alive(port: int) -> bool:

@@ -17,12 +17,15 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from fleet_wire.events import END_OF_REPLAY, KVEventBatch, decode
+from fleet_wire.events import END_OF_REPLAY, AllBlocksCleared, KVEventBatch, decode
 from fleet_wire.unreadable import UNREADABLE
 
 QUEUE_BATCHES = 10_000
 PARCEL = 64
-"""Batches that the loop applies at once: about a millisecond."""
+"""Batches that the loop applies at once, of a few blocks each: about a millisecond."""
+BATCH_WORK = 16
+"""As many blocks take as long as what a batch takes beside its blocks. A step of a long prompt has hundreds."""
+PARCEL_WORK = PARCEL * BATCH_WORK
 REPLAY_S = 5.0
 SOCKETS_MOST = 8_192
 KEPT_ALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
@@ -246,7 +249,9 @@ class EventReader:
 
     def _hand_over(self, replay: _Replay, *, last: bool, whole: bool) -> None:
         batches, replay.batches = replay.batches, []
-        self._out.append(Replayed(replay.worker, replay.asked_from, batches, last, whole))
+        *firsts, rest = list(_pieces(batches)) or [[]]
+        self._out += [Replayed(replay.worker, replay.asked_from, piece, last=False) for piece in firsts]
+        self._out.append(Replayed(replay.worker, replay.asked_from, rest, last, whole))
 
     def _end_late_replays(self) -> None:
         now = time.monotonic()
@@ -269,15 +274,34 @@ class EventReader:
 
 def parcels(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """In order; of each worker up to PARCEL batches were read, and there may be a hundred workers."""
-    parcel, batches = list[Message](), 0
+    parcel, work = list[Message](), 0
     for message in messages:
         parcel.append(message)
-        batches += len(message.batches) if isinstance(message, Replayed) else 1
-        if batches >= PARCEL:
+        told = message.batches if isinstance(message, Replayed) else [(0, message.batch)] if isinstance(message, Live) else []
+        work += BATCH_WORK if not told else sum(_work(batch) for _, batch in told)
+        if work >= PARCEL_WORK:
             yield parcel
-            parcel, batches = [], 0
+            parcel, work = [], 0
     if parcel:
         yield parcel
+
+
+def _pieces(batches: Sequence[tuple[int, KVEventBatch]]) -> Iterator[list[tuple[int, KVEventBatch]]]:
+    """In order, each about as much as a parcel."""
+    piece, work = list[tuple[int, KVEventBatch]](), 0
+    for told in batches:
+        piece.append(told)
+        work += _work(told[1])
+        if work >= PARCEL_WORK:
+            yield piece
+            piece, work = [], 0
+    if piece:
+        yield piece
+
+
+def _work(batch: KVEventBatch) -> int:
+    """What it takes to apply it, in blocks."""
+    return BATCH_WORK + sum(len(event.block_hashes) for event in batch.events if not isinstance(event, AllBlocksCleared))
 
 
 def _batch(number: bytes, payload: bytes) -> tuple[int, KVEventBatch] | None:

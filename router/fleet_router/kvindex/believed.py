@@ -16,6 +16,8 @@ HELD_MOST = 1_000
 """Live batches that wait for a replay; more are dropped, and are then the next gap."""
 HELD_TOKENS_MOST = 4_000_000
 """Token ids in those of all workers together, 40 bytes each; a worker has an equal part."""
+HELD_TOKENS_EACH = 256_000
+"""In those of one worker, which are applied at once: 30 ms of the loop."""
 
 
 class _Source:
@@ -151,7 +153,7 @@ class Believed:
 
     def _hold(self, source: _Source, number: int, batch: KVEventBatch) -> None:
         tokens = source.held_tokens + sum(len(event.token_ids) for event in batch.events if isinstance(event, BlockStored))
-        if len(source.held) < HELD_MOST and tokens <= HELD_TOKENS_MOST // len(self._sources):
+        if len(source.held) < HELD_MOST and tokens <= min(HELD_TOKENS_EACH, HELD_TOKENS_MOST // len(self._sources)):
             source.held.append((number, batch))
             source.held_tokens = tokens
 
