@@ -116,6 +116,7 @@ class Believed:
             source.stream.broke_off(asked_from, first, now)
             return
         source.stream.replayed(asked_from, first)
+        self._heal(worker, source)
         for number, batch in source.let_go():
             # one that still wants a replay is of another life, or `check` asks for it: not at once, for ever
             if source.stream.judge(number, batch.ts) != "replay":
@@ -129,6 +130,7 @@ class Believed:
             return
         stream = source.stream
         stream.not_replayed()
+        self.index.doubt(worker)
         for number, batch in source.let_go():
             if stream.expected is not None and number < stream.expected and batch.ts <= stream.last_ts:
                 continue  # heard twice
@@ -174,6 +176,7 @@ class Believed:
                 source.unfilled = source.unfilled or source.stream.asked_from > 0
                 source.first = number
                 self.index.clear(worker)  # among what is missing may be removals
+                self.index.doubt(worker)
             if begins:
                 source.first = number
             if number >= source.stream.replay_from:
@@ -184,11 +187,18 @@ class Believed:
         self.index.apply(worker, batch.events)
         was = source.stream.state
         source.stream.applied(number, batch.ts)
+        if trust:
+            self._heal(worker, source)
         if trust and source.stream.state != was:
             self._retrust()
 
+    def _heal(self, worker: str, source: _Source) -> None:
+        if source.stream.state == "partial" and self.index.is_whole(worker):
+            source.stream.healed()
+
     def _forget(self, worker: str, source: _Source) -> None:
         self.index.clear(worker)
+        self.index.doubt(worker, whole=True)
         source.stream.lost()
         source.first, source.up, source.unfilled = None, False, False
         source.let_go()

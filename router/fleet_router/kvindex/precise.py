@@ -19,11 +19,11 @@ import struct
 from collections.abc import Sequence
 from typing import TypeGuard
 
+from fleet_router.kvindex.doubt import Doubt, Name
 from fleet_router.kvindex.masks import depths, drop_bit, without_bit
 from fleet_wire.blocks import HASH_BYTES, block_hash, root_hash
 from fleet_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 
-Name = bytes | int
 SLOW_WORTH = 0.75
 UNPROVEN_MOST = 64
 REBUILT_AT = 4
@@ -42,7 +42,7 @@ def key_of(digest: bytes) -> int:
 class Holding:
     """What one worker holds."""
 
-    __slots__ = ("bit", "block_tokens", "compat", "copies", "group", "media", "proven", "roots", "unproven", "whole")
+    __slots__ = ("bit", "block_tokens", "compat", "copies", "doubt", "group", "media", "proven", "roots", "unproven", "whole")
 
     def __init__(self, bit: int, compat: str) -> None:
         self.bit = bit
@@ -64,9 +64,17 @@ class Holding:
         yet."""
         self.unproven: list[BlockStored] = []
         """What came before that: first blocks alone, which might be a tenant's."""
+        self.doubt: Doubt | None = None
+        """It may hold more than is known. None: it does not."""
 
     def __len__(self) -> int:
         return sum(len(names) for names in self.media.values())
+
+    def is_odd(self, parent: Name | None) -> bool:
+        """A block that is not known, or behind one, is the parent."""
+        if parent is None or self.doubt is None:
+            return False
+        return self.doubt.is_orphan(parent) or not any(parent in names for names in self.media.values())
 
     def lose_copy(self, medium: str, name: Name) -> bool:
         """One copy of this block is gone; False: it was the only one, as far as is known."""
@@ -122,7 +130,8 @@ class PreciseIndex:
         """Held in a slower medium only."""
         self._holdings: dict[str, Holding] = {}
         self.lacking = 0
-        """Workers, as bits, some of whose blocks found no room here: each seems to hold less than it does."""
+        """Workers, as bits, some of whose blocks found no room here, and are not known to be gone: each seems to hold less than
+        it does."""
         self._blocks = 0
 
     def __len__(self) -> int:
@@ -146,6 +155,24 @@ class PreciseIndex:
         holding.proven, holding.unproven = None, []
         holding.group, holding.whole = None, False
         self.lacking &= ~holding.bit
+        holding.doubt = None if holding.doubt is None else Doubt()
+
+    def doubt(self, worker: str, *, whole: bool = False) -> None:
+        """It may hold blocks of which nobody will tell; `whole`: none."""
+        if (holding := self._holdings.get(worker)) is not None:
+            holding.doubt = None if whole else Doubt()
+
+    def is_whole(self, worker: str) -> bool:
+        """All that it holds was told, though not all may have found room."""
+        holding = self._holdings.get(worker)
+        return holding is not None and holding.doubt is None
+
+    def _cleared(self, worker: str, holding: Holding) -> None:
+        """It says that it holds nothing. Of an offloading one: in one of its media, and not in which."""
+        one_medium = len(holding.media) < 2
+        self.clear(worker)
+        if one_medium:
+            holding.doubt = None
 
     def _drop_blocks(self, holding: Holding) -> None:
         media, count = holding.media, len(holding)
@@ -195,7 +222,7 @@ class PreciseIndex:
                 if event.group_idx is None or event.group_idx == holding.group:
                     self._removed(holding, event)
             else:
-                self.clear(worker)
+                self._cleared(worker, holding)
 
     def _speaks(self, worker: str, holding: Holding, event: BlockStored) -> bool:
         """It is of the group that counts: the first of full attention, and until one came the first of all."""
@@ -254,6 +281,7 @@ class PreciseIndex:
         part = self._capacity // max(1, len(self._holdings))
         room = min(part - len(holding), self._capacity - self._blocks)  # those who were here before may still have larger parts
         parent = event.parent_block_hash
+        odd = holding.is_odd(parent)
         # vLLM leaves out blocks that a group does not keep, and not their tokens: nobody can tell which are whose
         told = event.token_ids if len(event.token_ids) == len(event.block_hashes) * event.block_size else []
         for i, name in enumerate(event.block_hashes):
@@ -263,21 +291,33 @@ class PreciseIndex:
                 continue
             tokens = told[i * event.block_size : (i + 1) * event.block_size]
             digest = self._digest(holding, name, before, tokens, event.lora_name or "")
-            if digest is None:
-                continue
-            if room < 1:
-                self.lacking |= holding.bit
+            if digest is None or room < 1:
+                odd = True
+                self._not_kept(holding, no_room=digest is not None)
                 continue
             room -= 1
-            self._blocks += 1
             names[name] = digest
-            key, bit = key_of(digest), holding.bit
-            if fast:
-                self._fast[key] = self._fast.get(key, 0) | bit
-                if self._slow:
-                    drop_bit(self._slow, key, bit)
-            elif not self._fast.get(key, 0) & bit:
-                self._slow[key] = self._slow.get(key, 0) | bit
+            self._keep(holding, key_of(digest), fast=fast)
+            if holding.doubt is not None:
+                holding.doubt.stored(name, orphan=odd)
+        if odd and holding.doubt is not None:
+            holding.doubt.sign()
+
+    def _keep(self, holding: Holding, key: int, *, fast: bool) -> None:
+        self._blocks += 1
+        bit = holding.bit
+        if fast:
+            self._fast[key] = self._fast.get(key, 0) | bit
+            if self._slow:
+                drop_bit(self._slow, key, bit)
+        elif not self._fast.get(key, 0) & bit:
+            self._slow[key] = self._slow.get(key, 0) | bit
+
+    def _not_kept(self, holding: Holding, *, no_room: bool) -> None:
+        """It holds this one, and nobody will tell of it again."""
+        if no_room:
+            self.lacking |= holding.bit
+            holding.doubt = holding.doubt or Doubt()
 
     @staticmethod
     def _digest(holding: Holding, name: Name, parent: Name | None, tokens: Sequence[int], salt: str) -> bytes | None:
@@ -304,6 +344,8 @@ class PreciseIndex:
             if holding.copies and holding.lose_copy(medium, name):
                 continue
             digest = names.pop(name, None)
+            if holding.doubt is not None:
+                self._evicted(holding, name, known=digest is not None)
             if digest is None:
                 continue
             self._blocks -= 1
@@ -315,6 +357,17 @@ class PreciseIndex:
                     self._slow[key] = self._slow.get(key, 0) | bit
             elif not elsewhere:
                 drop_bit(self._slow, key, bit)
+
+    def _evicted(self, holding: Holding, name: Name, *, known: bool) -> None:
+        """What that shows of the blocks that are not known. Each medium has an order of its own."""
+        doubt = holding.doubt
+        if doubt is None:
+            return
+        if not known:
+            doubt.sign()
+        elif doubt.removed(name) and len(holding.media) == 1:
+            holding.doubt = None
+            self.lacking &= ~holding.bit
 
     def depths(self, keys: Sequence[int], among: int = -1) -> list[tuple[float, int]]:
         """(blocks, workers as bits), the deepest first."""

@@ -2,8 +2,8 @@
 
 The index of a worker is trusted while it is `live`: everything since its first event was applied. A gap makes it `behind` until
 a replay has filled it. A replay that begins too late, or none at all, leaves it `partial`: what it says is true, but not all of
-it. It is `stale` when the worker answered prompts and said nothing of them. In all states but `live` the approximate index is
-believed as well.
+it, until the worker cannot hold anything else any more (`doubt`). It is `stale` when the worker answered prompts and said nothing
+of them. In all states but `live` the approximate index is believed as well.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class EventStream:
         self.asked_at = None
         if first is None:  # nothing has been published since
             self.expected = asked_from
-            self.state = "live" if asked_from == 0 or self.state in ("behind", "live") else "partial"
+            self.state = "partial" if self.state == "partial" else "live"
         elif first <= asked_from:
             self.state = "partial" if self.state == "partial" else "live"
         else:
@@ -102,6 +102,10 @@ class EventStream:
     def not_replayed(self) -> None:
         """No replay is to be had: what was missed is not known, and what is heard from now on is true."""
         self.asked_at, self.state = None, "partial"
+
+    def healed(self) -> None:
+        """What it may have held besides is gone."""
+        self.state, self.late = "live", False
 
     def answered(self, now: float) -> None:
         """The worker computed a block that is not in the index: it owes an event."""
