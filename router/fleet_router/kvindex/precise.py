@@ -42,7 +42,20 @@ def key_of(digest: bytes) -> int:
 class Holding:
     """What one worker holds."""
 
-    __slots__ = ("bit", "block_tokens", "compat", "copies", "doubt", "group", "media", "proven", "roots", "unproven", "whole")
+    __slots__ = (
+        "bit",
+        "block_tokens",
+        "compat",
+        "copies",
+        "doubt",
+        "group",
+        "media",
+        "proven",
+        "roots",
+        "twins",
+        "unproven",
+        "whole",
+    )
 
     def __init__(self, bit: int, compat: str) -> None:
         self.bit = bit
@@ -57,6 +70,8 @@ class Holding:
         """Medium → the worker's name → our hash. The first medium is its fastest: FASTEST, or what came first."""
         self.copies: dict[tuple[str, Name], int] = {}
         """(medium, name) of blocks that it holds more than once: how many times."""
+        self.twins: dict[int, int] = {}
+        """Key → how many more of its names in the fastest medium mean it: two versions of an adapter's blocks have one here."""
         self.roots: dict[tuple[int, str], bytes] = {}
         """By tokens per block, which are others when its engine begins anew with others, and salt."""
         self.proven: bool | None = None
@@ -84,6 +99,13 @@ class Holding:
         elif count == 2:
             del self.copies[medium, name]
         return count > 1
+
+    def lose_twin(self, key: int) -> bool:
+        """One name of this block in the fastest medium is gone; False: it was the only one."""
+        count = self.twins.pop(key, 0)
+        if count > 1:
+            self.twins[key] = count - 1
+        return count > 0
 
     def chains(self, event: BlockStored) -> bool | None:
         """What this event shows: a block's name is made of its parent's and its tokens, or is not."""
@@ -176,7 +198,7 @@ class PreciseIndex:
 
     def _drop_blocks(self, holding: Holding) -> None:
         media, count = holding.media, len(holding)
-        holding.media, holding.copies = {}, {}
+        holding.media, holding.copies, holding.twins = {}, {}, {}
         self._blocks -= count
         if REBUILT_AT * count > len(self._fast) + len(self._slow):
             self._fast, self._slow = without_bit(self._fast, holding.bit), without_bit(self._slow, holding.bit)
@@ -267,7 +289,7 @@ class PreciseIndex:
         if names is None:
             names = holding.media[medium] = {}
             if medium == FASTEST:
-                others, holding.media = holding.media, {FASTEST: names}
+                others, holding.media, holding.twins = holding.media, {FASTEST: names}, {}
                 holding.media |= others
                 for digest in (digest for slower in others.values() for digest in slower.values()):
                     drop_bit(self._fast, key := key_of(digest), holding.bit)
@@ -307,7 +329,10 @@ class PreciseIndex:
         self._blocks += 1
         bit = holding.bit
         if fast:
-            self._fast[key] = self._fast.get(key, 0) | bit
+            known = self._fast.get(key, 0)
+            if known & bit:
+                holding.twins[key] = holding.twins.get(key, 0) + 1
+            self._fast[key] = known | bit
             if self._slow:
                 drop_bit(self._slow, key, bit)
         elif not self._fast.get(key, 0) & bit:
@@ -344,12 +369,13 @@ class PreciseIndex:
             if holding.copies and holding.lose_copy(medium, name):
                 continue
             digest = names.pop(name, None)
-            if holding.doubt is not None:
-                self._evicted(holding, name, known=digest is not None)
+            self._evicted(holding, name, known=digest is not None)
             if digest is None:
                 continue
             self._blocks -= 1
             key = key_of(digest)
+            if fast and holding.twins and holding.lose_twin(key):
+                continue
             elsewhere = any(others.get(name) == digest for others in holding.media.values())
             if fast:
                 drop_bit(self._fast, key, bit)

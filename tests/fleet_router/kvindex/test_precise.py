@@ -118,6 +118,24 @@ def test_an_adapters_blocks_are_not_the_models():
     assert made.depths(own) == [(3, 1)]
 
 
+@pytest.mark.parametrize("first", [0, 1], ids=["old first", "new first"])
+def test_blocks_of_two_versions_of_an_adapter_go_one_by_one(first: int):
+    """Events name no version: with the old one's blocks, which go first, the new one's were believed to be gone, as long as the
+    worker found them in its cache."""
+    made = index()
+    old, new = [bytes([1, i]) * 16 for i in range(3)], [bytes([2, i]) * 16 for i in range(3)]
+    own = [key_of(name) for name in chain(root_hash("c", SIZE, "billing"), TOKENS, SIZE)]
+    made.apply("a", [stored(names, TOKENS[: 3 * SIZE], lora="billing") for names in (old, new)])
+    made.apply("a", [BlockRemoved((old, new)[first], "GPU")])
+    assert made.depths(own) == [(3, 1)]
+    made.apply("a", [BlockRemoved((new, old)[first], "GPU")])
+    assert (made.depths(own), len(made), made._fast, made._holdings["a"].twins) == ([], 0, {}, {})
+    made.apply("a", [stored(names, TOKENS[: 3 * SIZE], lora="billing") for names in (old, new)])
+    made.clear("a")
+    made.apply("a", [stored(old, TOKENS[: 3 * SIZE], lora="billing"), BlockRemoved(old, "GPU")])
+    assert made.depths(own) == []
+
+
 def test_offloaded_blocks_count_less_until_they_are_gone():
     made = index()
     made.apply("a", [stored(NAMES[:4]), stored(NAMES[:6], medium="CPU")])
