@@ -29,6 +29,8 @@ GENERATION: Final = LOWEST_BIT - 1
 SHARED: Final = GENERATION
 """Of a key that more than one worker had: each has its own, in `_Held.shared`."""
 LEAST_KEYS: Final = 64
+REBUILT_AT: Final = 4
+"""To look at each key of the index takes a quarter of the time that it takes to look one up and drop a worker from it."""
 MOST_NEWS: Final = 256
 
 
@@ -143,16 +145,26 @@ class _Held:
         else:
             del masks[key]
 
+    def _leave_all(self, masks: dict[int, int]) -> None:
+        others = ~self.bit
+        kept = {key: left for key, value in masks.items() if (left := value & others) > GENERATION}
+        masks.clear()
+        masks.update(kept)
+        self.shared.clear()
+        self.keys = 0
+
     def forget_all(self, masks: dict[int, int]) -> None:
-        """It has nothing any more. Every key is in a prompt of its generation, but for those that were made to collide."""
-        for _, prompts in [*self.older, (self.youngest, self.young)]:
+        """It has nothing any more. Every key is in a prompt of its generation, but for those that were made to collide; who has
+        much is dropped from all keys at once, in a fraction of the time."""
+        if REBUILT_AT * self.keys > len(masks):
+            self._leave_all(masks)
+        for _, prompts in [*self.older, (self.youngest, self.young)] if self.keys else ():
             for _, keys in prompts:
                 for key in keys:
                     if masks.get(key, 0) & self.bit:
                         self.drop(masks, key)
         if self.keys:
-            for key in [key for key, value in masks.items() if value & self.bit]:
-                self.drop(masks, key)
+            self._leave_all(masks)
         self.free, self.youngest, self.bytes = list(range(1, SHARED)), 0, 0
         self.older.clear()
         self.young, self.young_keys, self.young_bytes = [], 0, 0
