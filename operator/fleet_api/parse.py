@@ -81,6 +81,8 @@ def _with_times(status: dict[str, Any]) -> dict[str, Any]:
     for tier in tiers:
         if "rollout" in tier:
             tier["rollout"] = {k: v for k, v in tier["rollout"].items() if k not in _ROLLOUT_TIMES or not v or is_time(v)}
+        if not is_time(tier.get("startingSince")):
+            tier.pop("startingSince", None)
         if "healing" in tier:
             replaced = tier["healing"].get("replaced") or ()
             tier["healing"] = {"replaced": [one for one in replaced if is_time(one.get("at"))]}

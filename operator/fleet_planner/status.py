@@ -29,6 +29,7 @@ from fleet_planner.roles import ROLES, Role
 from fleet_planner.rollout import devices
 from fleet_planner.scale import ScaleDecision, unusable
 from fleet_planner.scale_targets import dispute_words
+from fleet_planner.starting import come_too_late, exceeds, starting_since
 from fleet_planner.types import Observed, ObservedPod, Verdict
 
 MAX_CAUSES = 3
@@ -36,6 +37,9 @@ FAILING_RESTARTS = 1
 AT_ZERO = "AtZero"
 WAKING = "Waking"
 """Reasons of Available and Ready: nothing runs because nobody asks; somebody asks and nothing serves yet."""
+STARTING = "WorkersStarting"
+BEGINNING = (STARTING, WAKING)
+"""Reasons of a tier that has not served yet, and that nobody is woken for."""
 FROM_TELEMETRY: tuple[ConditionType, ...] = ("Disaggregating", "TransportVerified", "TelemetryFresh")
 """Conditions that stand as they are until the first reading after the operator started: a restart is no news."""
 
@@ -56,7 +60,7 @@ def plan_status(
     fleet: InferenceFleet, views: Sequence[TierView], observed: Observed, now: float, cached: Verdict | None = None
 ) -> FleetStatus:
     """The whole status; lastTransitionTime is kept from the present one. `cached`: ModelCached, for fleets that fetch ahead."""
-    tiers = tuple(_tier_status(view, observed, fleet.status) for view in views)
+    tiers = tuple(_tier_status(view, observed, fleet.status, now) for view in views)
     verdicts: dict[ConditionType, Verdict] = {
         "Accepted": ("True", "Valid", _accepted(fleet)),
         "Provisioned": _provisioned(views, observed, now),
@@ -104,7 +108,7 @@ def _workers(view: TierView, role: Role) -> list[Replica]:
     ]
 
 
-def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> TierStatus:
+def _tier_status(view: TierView, observed: Observed, present: FleetStatus, now: float) -> TierStatus:
     name = view.tier.name
     telemetry = observed.telemetry.get(name)
     sizes: dict[Role, int] = {"prefill": view.decision.prefill, "decode": view.decision.decode}
@@ -129,6 +133,7 @@ def _tier_status(view: TierView, observed: Observed, present: FleetStatus) -> Ti
     return TierStatus(
         name=name, prefill=prefill, decode=decode, ratio=ratio, cost_per_hour=cost, revision=revision, rollout=rollout,
         flip=view.plan.flip, kv=kv, zero=view.zero, healing=view.healing.status,
+        starting_since=None if view.zero is not None or all(view.plan.serving) else starting_since(name, revision, present, now),
     )  # fmt: skip
 
 
@@ -244,9 +249,9 @@ def _planned(view: TierView, role: Role) -> int:
 
 
 def _available(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Observed, now: float) -> Verdict:
-    for tier in tiers:
-        if not _rests(tier) and (tier.prefill.serving < 1 or tier.decode.serving < 1):
-            return _unserved(fleet, tier, observed, now)
+    unserved = [tier for tier in tiers if not _rests(tier) and (tier.prefill.serving < 1 or tier.decode.serving < 1)]
+    if verdicts := [_unserved(fleet, tier, observed, now) for tier in unserved]:  # one that begins hides none that is lost
+        return next((verdict for verdict in verdicts if verdict[1] not in BEGINNING), verdicts[0])
     if observed.router is None or observed.router.ready < 1:
         reason = "RouterStarting" if router_begins(observed.router, observed.pods, now) else "NoRouter"
         return "False", reason, f"no router pod is ready{router_words(observed.router)}"
@@ -264,14 +269,15 @@ def _unserved(fleet: InferenceFleet, tier: TierStatus, observed: Observed, now: 
     mine = [pod for pod in observed.pods if pod.tier == tier.name and not pod.terminating]
     pods, there = [pod for pod in mine if not pod.ready], {pod.role for pod in mine if pod.ready}
     causes = unready(pods, now)
-    reason = "WorkersStarting" if tier.zero is None else WAKING
+    since, deadline_s = (tier.starting_since if tier.zero is None else tier.zero.since), fleet.spec.rollout.progress_deadline_s
+    reason = "WorkersLost" if since is None else STARTING if tier.zero is None else WAKING
     if any(pod.restarts >= FAILING_RESTARTS or pod.blocked for pod in pods):
         reason = "WorkersFailing"
     elif any(pod.silent and pod.role not in there for pod in pods):
         reason = "WorkersSilent"
-    elif unready_too_long(pods, fleet.spec.rollout.progress_deadline_s, now):
+    elif unready_too_long(pods, deadline_s, now) or come_too_late(pods, since, deadline_s, now):
         reason = "WorkersLate"
-    elif tier.zero is None and any(pod.unschedulable for pod in pods):
+    elif (tier.zero is None or exceeds(since, deadline_s, now)) and any(pod.unschedulable for pod in pods):
         reason = "WorkersPending"
     counts = f"{tier.prefill.serving} prefill and {tier.decode.serving} decode workers are serving"
     return "False", reason, f"tier {tier.name}: {counts}{': ' + causes if causes else ''}"

@@ -114,14 +114,20 @@ SAID: dict[str, tuple[str, ...]] = {
     "NoRouter": ("NotReady",),
     "PairFailing": ("KvPathsFail",),
     "SourceFailed": ("TelemetryStale",),
+    "Waking": (),  # for as long as it may take: then it is late
     "WorkerPoisoned": ("KvPathsFail",),
+    "WorkersFailing": ("NotReady",),
+    "WorkersLate": ("NotReady",),
+    "WorkersLost": ("NotReady",),
+    "WorkersPending": ("NotReady",),
+    "WorkersStarting": (),  # as of Waking
 }
 
 
 @pytest.mark.parametrize("reason", sorted(SAID))
 def test_who_speaks_of_a_condition_with_this_reason(reason: str):
     """b42: of one pair, or of KV that was read late, it was said that no KV moved and every prompt was computed twice; and who
-    deleted a fleet woke somebody because it did not serve."""
+    deleted a fleet woke somebody because it did not serve; so did who made one, where the model takes more than ten minutes."""
     asking = [(alert["alert"], SELECTOR.findall(alert["expr"])[0]) for alert in ALERTS if SELECTOR.search(alert["expr"])]
     found = [name for name, selector in asking if selects(selector, series(reason))]
     assert found == [f"InferenceFleet{name}" for name in SAID[reason]]

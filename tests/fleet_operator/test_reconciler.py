@@ -80,7 +80,7 @@ def test_a_restarted_operator_does_not_repeat_what_went_wrong_before():
         await world.user.patch_status(POD, NAMESPACE, victim, {"conditions": [lost]})
         await world.settle()
         told = await world.events()
-        assert "Warning WorkersStarting tier t: 0 prefill and 2 decode workers are serving" in told[-2:]
+        assert "Warning WorkersLost tier t: 0 prefill and 2 decode workers are serving" in told[-2:]
         world.operator = world.new_operator()
         assert await world.touch() == []
         assert await world.events() == told

@@ -152,6 +152,7 @@ WHOLE = {
             "kv": {"blocks": 1, "transport": "tcp"},
             "flip": {"failedAt": "2026-01-01T00:00:00Z"},
             "zero": {"state": "AtZero", "since": "2026-01-01T00:00:00Z"},
+            "startingSince": "2026-01-01T00:00:00Z",
         }
     ],
 }
@@ -195,12 +196,13 @@ def test_a_status_that_is_broken_at_its_root_is_none():
     [
         ({"flip": {"failedAt": "TIME", "message": "m"}}, {}),
         ({"zero": {"state": "Waking", "since": "TIME"}}, {}),
+        ({"startingSince": "TIME"}, {}),
         (
             {"rollout": {"stable": "aaaaaaaa", "target": "bbbbbbbb", "stepSince": "TIME", "progressSince": "TIME"}},
             {"rollout": {"stable": "aaaaaaaa", "target": "bbbbbbbb"}},
         ),
     ],
-    ids=["flip", "zero", "rollout"],
+    ids=["flip", "zero", "start", "rollout"],
 )
 def test_a_time_in_the_status_that_is_none_stops_no_fleet(time: str, state: dict[str, Any], left: dict[str, Any]):
     """Somebody edited or restored it: every pass failed, and nobody repaired the fleet."""

@@ -88,6 +88,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "WorkerPoisoned": ("Disaggregating", "False", "Warning", "Warning"),
     "WorkersFailing": ("Available", "False", "Warning", "Warning"),
     "WorkersLate": ("Available", "False", "Warning", "Warning"),
+    "WorkersLost": ("Available", "False", "Normal", "Warning"),
     "WorkersPending": ("Available", "False", "", "Warning"),
     "WorkersSilent": ("Available", "False", "Warning", "Warning"),
     "WorkersStarting": ("Available", "False", "", "Warning"),

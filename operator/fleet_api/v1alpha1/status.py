@@ -119,6 +119,10 @@ class TierStatus(ApiModel):
         default=None, description="Workers that were replaced because no KV moved; absent: none."
     )
     zero: ZeroStatus | None = Field(default=None, description="Scale to zero; absent while workers serve.")
+    starting_since: Annotated[str, Field(max_length=40)] | None = Field(
+        default=None,
+        description="Since when this revision comes up in a tier that has never served, RFC 3339 in UTC; absent: it has served.",
+    )
     kv: KvStatus | None = Field(default=None, description="KV moved between the roles; absent before the first reading.")
 
 
