@@ -85,8 +85,9 @@ CASES: dict[str, tuple[Series, Series]] = {
     "InferenceFleetRefused": told("Accepted", "False"),
     "InferenceFleetNotProvisioned": told("Provisioned", "False"),
     "InferenceFleetTelemetryStale": (
-        [(condition("TelemetryFresh", "Unknown", "SourceFailed"), "1x60"), (condition("Ready", "True"), "1x60")],
-        [(condition("TelemetryFresh", "Unknown", "NoData"), "1x60"), (condition("Ready", "False", "WorkersStarting"), "1x60")],
+        [(condition("TelemetryFresh", "Unknown", "SourceFailed"), "1x60"), (condition("Available", "True"), "1x60")],
+        [(condition("TelemetryFresh", "Unknown", "NoData"), "1x60"),
+         (condition("Available", "False", "WorkersStarting"), "1x60")],
     ),
     "InferenceFleetNoOperator": (
         [('fleet_operator_leader{namespace="a", job="o", pod="1"}', "0x60"),
