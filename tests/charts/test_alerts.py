@@ -74,6 +74,18 @@ def test_conditions_and_reasons_of_alerts_are_those_of_the_runbook():
     assert reasons <= set(re.findall(r"`([A-Z]\w+)`", RUNBOOK))
 
 
+OF_FLEETS = re.compile(r"fleet_operator_fleet_(?:condition|slo_seconds|workers)")
+ENDS_AT_ONCE = {"KeptDeleted", "KvReadLate", "RolledBack"}
+"""Warnings of half an hour, or that begin again within a minute."""
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
+def test_what_is_told_of_fleets_may_be_told_by_another_process(alert: dict[str, Any]):
+    """Nobody tells of them between two leaders (e2e/test_alerts.py)."""
+    lasting = OF_FLEETS.search(alert["expr"]) and alert["alert"].removeprefix("InferenceFleet") not in ENDS_AT_ONCE
+    assert not lasting or alert.get("keep_firing_for") == "5m"
+
+
 SELECTOR = re.compile(r"fleet_operator_fleet_condition\{([^}]*)\}")
 MATCHER = re.compile(r'(\w+)(=~|!~|!=|=)"([^"]*)"')
 
@@ -130,8 +142,8 @@ SAID: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("reason", sorted(SAID))
 def test_who_speaks_of_a_condition_with_this_reason(reason: str):
     """b42: of one pair, or of KV that was read late, it was said that no KV moved and every prompt was computed twice; and who
-    deleted a fleet woke somebody because it did not serve; so did who made one, where the model takes more than ten minutes. Of a fleet that
-    served, and of which a quota let no further worker be made, it was said that it did not serve."""
+    deleted a fleet woke somebody because it did not serve; so did who made one, where the model
+    takes more than ten minutes. Of a fleet that served, and that a quota let not grow, it was said that it did not serve."""
     asking = [(alert["alert"], SELECTOR.findall(alert["expr"])[0]) for alert in ALERTS if SELECTOR.search(alert["expr"])]
     found = [name for name, selector in asking if any(selects(selector, labels) for labels in series(reason))]
     assert found == [f"InferenceFleet{name}" for name in SAID[reason]]
