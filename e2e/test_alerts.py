@@ -82,7 +82,10 @@ CASES: dict[str, tuple[Series, Series]] = {
     "InferenceFleetKvReadLate": told("Disaggregating", "False", "KvReadLate", "KvFailing"),
     "InferenceFleetKvPathsFail": told("Disaggregating", "False", "WorkerPoisoned", "KvNotMoving"),
     "InferenceFleetTransportNotVerified": told("TransportVerified", "False"),
-    "InferenceFleetOutOfRatio": told("WithinRatio", "False"),
+    "InferenceFleetOutOfRatio": (
+        [(condition("WithinRatio", "False"), "1x60"), (condition("Available", "True"), "1x60")],
+        [(condition("WithinRatio", "False"), "1x60"), (condition("Available", "False", "WorkersStarting"), "1x60")],
+    ),
     "InferenceFleetCapacityLimited": told("CapacityLimited", "True"),
     "InferenceFleetRolloutStuck": told("RollingOut", "True", "Stuck", "Progressing"),
     "InferenceFleetRolledBack": told("RollingOut", "False", "RolledBack", "Complete"),
