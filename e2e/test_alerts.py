@@ -172,7 +172,9 @@ CASES: dict[str, tuple[Series, Series]] = {
     "InferenceFleetGossipRefused": grows("fleet_router_gossip_refused_total"),
     "InferenceFleetEngineDown": above("fleet_agent_engine_up", 0, 1),
     "InferenceFleetWorkerNotReady": tuple(
-        [(f"fleet_agent_ready{{{OF}}}", "0x60"), (f"fleet_agent_draining{{{OF}}}", f"{draining}x60")] for draining in (0, 1)
+        [(f"fleet_agent_{name}{{{OF}, role=\"{role}\"}}", f"{value}x60")
+         for role, draining, up in workers for name, value in (("ready", 0), ("draining", draining), ("engine_up", up))]
+        for workers in ([("decode", 0, 1)], [("prefill", 1, 1), ("decode", 0, 0)])  # of the latter EngineDown speaks
     ),  # type: ignore[dict-item]
     "InferenceFleetLogLinesLost": grows("fleet_agent_log_dropped_total"),
     "InferenceFleetMemlockTooSmall": (above("fleet_agent_memlock_bytes", 65_536, 0)[0], []),
