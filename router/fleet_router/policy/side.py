@@ -19,6 +19,8 @@ WHOLE: Final = 16
 HOLDERS: Final = 4
 IDLE: Final = 4
 IDLE_LOOKED: Final = 24
+NO_BOUND: Final = 1_000_000_000
+"""Of requests: a share of it is none, too."""
 RING_POINTS: Final = 256
 """So many points of the ring are tried for the prompt's own worker."""
 
@@ -119,8 +121,8 @@ class Side:
             levels.pop()
 
     def look(self, steps: Steps, key: int, bound: float, usable: Usable | None, tokens: float = 0.0) -> list[Candidate]:
-        """Who is worth a look at a prompt of so many tokens: usable workers below their bound of requests; any usable one
-        when all are at it."""
+        """Who is worth a look at a prompt of so many tokens: usable workers below their bound of requests; when all are at it,
+        those below that of the usable ones alone."""
         free = usable is None and not self.ramping
         if free and not self.large:
             return self._below(bound)
@@ -130,7 +132,17 @@ class Side:
             found = self._few(steps, key, cap, room) if free else self._few_of_some(steps, key, cap, usable)
         else:
             found = [w for w in self.members if w.inflight < cap * w.share and (usable is None or usable(w))]
-        return found or [w for w in self.members if usable is None or usable(w)][:WHOLE]
+        return found or self._at_the_bound(steps, key, bound, usable)
+
+    def _at_the_bound(self, steps: Steps, key: int, bound: float, usable: Usable | None) -> list[Candidate]:
+        """Those that may not be used have next to nothing, and the mean of all is little to the others: they have one of their
+        own. Where slow starts leave nobody below that either, nobody has a bound."""
+        some = [w for w in self.members if usable is None or usable(w)]
+        if len(some) <= WHOLE:
+            return some
+        load = sum([w.inflight for w in some])
+        found = self._few_of_some(steps, key, cap_of(load, len(some), bound), usable)
+        return found or self._few_of_some(steps, key, NO_BOUND, usable)
 
     def _below(self, bound: float) -> list[Candidate]:
         """Of a small side, all of whom may be used: `look`."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from fleet_router.policy.cost import cheapest
 from fleet_router.policy.ring import cap_of
 from fleet_router.policy.side import HOLDERS, IDLE, IDLE_LOOKED, WHOLE, Usable
-from tests.fleet_router.policy.test_cost import KEY, fleet, load
+from tests.fleet_router.policy.test_cost import KEY, ask, fleet, load
 
 
 @pytest.mark.parametrize("usable", [None, lambda worker: int(worker.uid[1:]) % 2 == 0], ids=["all", "some"])
@@ -68,3 +70,34 @@ def test_nobody_of_a_large_side_is_looked_at_above_its_bound(loads: list[int], b
         looked = group.decode.look(steps, key, bound, None, 3000.0)
         assert looked
         assert all(worker.inflight < cap for worker in looked)
+
+
+@pytest.mark.parametrize("session", [False, True])
+@pytest.mark.parametrize("ramping", [False, True])
+def test_those_of_a_large_side_that_may_be_used_share_what_all_of_it_would_have(session: bool, ramping: bool):
+    """The others are put out, of the other revision or without the adapter, and count in the mean with nothing: all who may be
+    used were at its bound, and the first ones of the document got 2.7 times as much as the others."""
+    group, workers = fleet(0, 200)
+    may, running, rng = {f"d{i}" for i in range(120)}, deque(), random.Random(7)
+    if ramping:
+        workers["d119"].share = 0.05
+        group.decode.mark_ramping()
+    for _ in range(3_600):
+        offer = cheapest(ask(ring_key=rng.getrandbits(64), session=session), group, (), lambda worker: worker.uid in may)
+        load(offer.decode, 1)
+        running.append(offer.decode)
+        if len(running) > 2_400:
+            running.popleft().ended()
+    loads = [workers[uid].inflight for uid in may]
+    assert sum(loads) == 2_400
+    assert max(loads) <= cap_of(2_400, 120, 1.25)
+
+
+def test_where_all_who_may_be_used_have_just_joined_a_large_side_looks_at_a_few_of_them():
+    group, workers = fleet(0, 200)
+    for uid, worker in workers.items():
+        load(worker, 100 if uid == "d0" else 5)
+        worker.share = 1.0 if uid == "d0" else 0.05
+    group.decode.mark_ramping()
+    looked = group.decode.look((), KEY, 1.25, lambda worker: worker.uid != "d0")
+    assert IDLE <= len(looked) <= HOLDERS + IDLE + 1
