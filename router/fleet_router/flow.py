@@ -424,7 +424,7 @@ class Flow(Hedging):
             self._client.abort()
             return
         if (error := self._context.holding.expired(self)) is not None:
-            self._refuse(error)
+            self.cut(error)
             return
         if self.started and self._leg_worker is not None:
             said = self.last_byte_at >= self.sent_at
@@ -450,6 +450,8 @@ class Flow(Hedging):
         """End it now, if it is not over; the client is told why."""
         if self.done:
             return
+        if self._held:
+            self.record.went_wrong(self._context.clock(), str(error))  # it waited for workers, and in vain
         self._abandon_leg()
         self._release_lease()
         if not self._streams:

@@ -18,11 +18,17 @@ from google.protobuf import json_format
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from fleet_router.config import RouterConfig, TraceConfig
+from fleet_router.errors import RequestError
 from fleet_router.explain import export
 from fleet_router.explain.export import Exported, Exporter, headers_of
+from fleet_router.explain.record import Record, Second
+from fleet_router.explain.spans import request_of
 from fleet_router.explain.trace import Trace, read
+from fleet_router.follow.documents import Documents
+from fleet_router.request import parse_body
+from fleet_wire.endpoints import AtZero, Endpoints
 from tests.fleet_router.fake_worker import answer, stream
-from tests.fleet_router.rig import CONFIG, Rig, ask, http, run, until
+from tests.fleet_router.rig import CONFIG, Rig, answer_of, ask, http, run, until
 
 TRACE_ID, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = f"00-{TRACE_ID}-{PARENT}-01"
@@ -153,6 +159,48 @@ def test_a_failed_leg_is_a_span_that_says_so():
             assert not any(span.name == "kv transfer" for span in at.spans)
 
         run(go, config=traced(at, sample=1.0))
+
+
+def test_a_transfer_whose_decode_leg_failed_ends_with_it():
+    with collector() as at:
+
+        async def go(rig: Rig) -> None:
+            async def refuse(_: Any, writer: asyncio.StreamWriter) -> bool:
+                await asyncio.sleep(0.02)
+                answer(writer, 500, {"error": {"message": "no"}})
+                return True
+
+            rig.decode[0].behave = refuse
+            assert (await rig.post(ask()))[0] == 503
+            await asyncio.to_thread(flush, rig)
+            found = {span.name: span for span in at.spans}
+            root, prefill, moved, decode = (found[n] for n in ("POST /v1/completions", "prefill", "kv transfer", "decode"))
+            assert (prefill.status.code, decode.status.code, decode.status.message) == (0, 2, "decode answered 500")
+            assert (root.status.code, attributes(root)["http.response.status_code"]) == (2, 503)
+            assert moved.start_time_unix_nano == decode.start_time_unix_nano
+            assert moved.end_time_unix_nano == decode.end_time_unix_nano >= decode.start_time_unix_nano + 20_000_000
+            assert attributes(moved)["fleet.prefill"] == f"prefill-{rig.prefill[0].port}"
+
+        run(go, config=traced(at, sample=1.0))
+
+
+@pytest.mark.parametrize("outcome", ["won", "lost", "failed"])
+def test_of_two_that_prefilled_the_span_names_whose_kv_was_read(outcome: str):
+    async def go(rig: Rig) -> None:
+        lane, ask_of_it = rig.context.desk.lane(b"", b""), parse_body(json.dumps(ask()).encode(), False, rig.context.config)
+        first, second = rig.context.table.by_role["prefill"]
+        record = Record(("r", "r"), b"/v1/completions", ask_of_it, lane, 1.0, False)
+        one = record.tried(1.0, 0.0, "remote prefill", first, rig.context.table.by_role["decode"][0])
+        one.second = Second(second, 1.1)
+        one.second.outcome = outcome
+        record.prefilled(1.2)
+        record.first_at = record.last_at = record.ended_at = 1.3
+        raw = request_of([(record, Trace(TRACE_ID, "", 1))], "f", "i", 0)
+        spans = {span.name: span for span in parsed(raw).resource_spans[0].scope_spans[0].spans}
+        named = (second if outcome == "won" else first).endpoint.name
+        assert (attributes(spans["prefill"])["fleet.worker"], attributes(spans["kv transfer"])["fleet.prefill"]) == (named, named)
+
+    run(go, prefill=2)
 
 
 def test_the_first_byte_is_that_of_the_attempt_that_it_came_from():
@@ -365,3 +413,65 @@ def test_a_wait_for_a_slot_is_a_span():
             assert first.start_time_unix_nano < wait.end_time_unix_nano <= second.start_time_unix_nano
 
         run(go, config=msgspec.structs.replace(traced(at, sample=1.0), worker_slots=1))
+
+
+@pytest.mark.parametrize("waits_for", ["a slot", "a tier that wakes"])
+@pytest.mark.parametrize("client_left", [False, True])
+def test_a_wait_that_was_in_vain_is_a_span_too_and_the_request_one_that_failed(waits_for: str, client_left: bool):
+    """Of a request that never had a worker there was one span, and nothing said what all of its time was spent on."""
+    with collector() as at:
+
+        async def go(rig: Rig) -> None:
+            desk, held = rig.router._desk, rig.context.holding
+            over = asyncio.Event()
+
+            async def hang(_: Any, writer: asyncio.StreamWriter) -> bool:
+                await over.wait()
+                answer(writer, 200, {})
+                return True
+
+            if waits_for == "a slot":
+                rig.decode[0].behave = hang
+                first = asyncio.create_task(rig.post(ask(prompt="short")))
+                await until(lambda: rig.decode[0].seen != [])
+            else:
+                first = asyncio.create_task(asyncio.sleep(0))
+                rig.router.apply(Documents(rig.context.config, Endpoints(fleet="f", namespace="n", at_zero=(AtZero(tier="t"),))))
+            reader, writer, connection = await rig.connect()
+            writer.write(http(ask(prompt="short")))
+            await until(lambda: desk.gate.waiting + len(held) == 1)
+            await asyncio.sleep(0.01)
+            if client_left:
+                writer.transport.abort()
+            else:
+                if waits_for == "a slot":
+                    assert connection.flow is not None
+                    connection.flow.cut(RequestError(503, "in vain", code="waking"))
+                else:
+                    rig.sweep(1e6)
+                assert (await answer_of(reader))[0] == 503
+            await until(lambda: rig.sweep() is None and desk.gate.waiting + len(held) == 0)
+            over.set()
+            await first
+            await until(rig.idle)
+            await asyncio.to_thread(flush, rig)
+            (wait,) = (span for span in at.spans if span.name == "wait")
+            (root,) = (span for span in at.spans if span.span_id == wait.parent_span_id)
+            begun, over = wait.start_time_unix_nano, wait.end_time_unix_nano
+            assert root.start_time_unix_nano <= begun <= over - 5_000_000 < over <= root.end_time_unix_nano
+            assert (root.status.code, root.status.message) == ((0, "") if client_left else (2, "waking"))
+
+        run(go, prefill=0, config=msgspec.structs.replace(traced(at, sample=1.0), worker_slots=1))
+
+
+def test_a_request_that_is_refused_at_once_has_waited_for_nothing():
+    with collector() as at:
+
+        async def go(rig: Rig) -> None:
+            rig.apply(rig.prefill, [], rig.context.config)
+            assert (await rig.post(ask()))[0] == 503
+            await asyncio.to_thread(flush, rig)
+            (root,) = at.spans
+            assert (root.status.code, root.status.message, attributes(root)["error.type"]) == (2, "no_worker", "no_worker")
+
+        run(go, config=traced(at, sample=1.0))

@@ -1,8 +1,8 @@
 """A record as OpenTelemetry spans, in OTLP's JSON form (opentelemetry-proto 1.x, trace/v1). Pure.
 
-The request is the root: SERVER. Below it: the wait for a slot or for workers, and for each attempt the prefill leg, the KV
-transfer and the decode leg (CLIENT). Of a transfer the router sees when the decode leg was sent and when its first byte came:
-that is the span, and the first decode step is in it.
+The request is the root: SERVER. Below it: each wait for a slot or for workers, in vain or not, and for each attempt the prefill
+leg, the KV transfer and the decode leg (CLIENT). Of a transfer the router sees when the decode leg was sent and when its first
+byte came: that is the span, and the first decode step is in it.
 
 Spans are put together as text, what is the same for many requests once: as objects for an encoder those of one request took
 11.1 us, as text 5.0 (128 records a batch, interpreted).
@@ -24,6 +24,7 @@ FAILED: Final = 2
 QUEUE_NUMBER: Final = 1 << 32
 TRANSFER_NUMBER: Final = 1 << 33
 """Span numbers of what is no leg; legs are 1, 2, 3 …"""
+WAIT: Final = b'"wait"'
 SAME_MOST: Final = 4_096
 """Of texts that many spans have."""
 BATCH: Final = (
@@ -57,8 +58,8 @@ def spans_of(record: Record, trace: Trace, epoch_ns: int) -> list[bytes]:
         said.append(_text(b"error.type", error.code))
     wrong = error.code if error is not None and error.status >= 500 else ""
     found = [make.span(0, name, SERVER, record.came_at, record.ended_at, b"".join(said), wrong)]
-    if record.waited and record.begun_at:
-        found.append(make.span(QUEUE_NUMBER, b'"wait"', INTERNAL, record.came_at, record.begun_at, b""))
+    if record.waited:
+        found.append(make.span(QUEUE_NUMBER, WAIT, INTERNAL, record.came_at, record.begun_at or record.ended_at, b""))
     for number, one in enumerate(record.tries):
         found += _legs(make, record, one, number, last=number == len(record.tries) - 1)
     return found
@@ -86,11 +87,13 @@ class _Maker:
 
 
 def _legs(make: _Maker, record: Record, one: Try, number: int, *, last: bool) -> list[bytes]:
-    """The legs of one attempt; the one that went wrong ends then."""
-    if one.decode is None:
-        return []
+    """The legs of one attempt; the one that went wrong ends then. Without a worker it waited for one; who is refused at once did
+    not."""
     over = record.ended_at if last and not one.wrong_at else one.wrong_at
     found, first = [], 2 * number + 1
+    if one.decode is None:
+        reason = _text(b"fleet.reason", one.reason)
+        return [make.span(first, WAIT, INTERNAL, one.at, over, reason)] if one.wrong_at else []
     decided = _text(b"fleet.reason", one.reason) + WHOLE % (b"fleet.decided_us", round(one.decided_s * 1e6))
     begun, leg = one.at, first
     if one.prefill is not None:
