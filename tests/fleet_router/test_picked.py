@@ -190,3 +190,41 @@ def test_a_prefill_worker_that_falls_silent_is_left_for_another_one_as_for_any_r
         flow.cancel()
 
     run(go, prefill=2)
+
+
+def test_a_fallback_that_answered_instead_is_the_one_that_is_busy_and_the_other_one_is_out():
+    """Nobody listens at the one that was picked: the gateway went to the next, and said so."""
+
+    async def go(rig: Rig) -> None:
+        desk, gateway = rig.context.desk, Gateway()
+        lane = desk.lane(b"", b"")
+        ask, ticket = desk.admit(lane, parse_body(b'{"model": "m", "prompt": "short"}', False, lane.config))
+        flow = Picked(rig.context, gateway, b"/v1/completions", ask, ticket, NO_HINTS, None)  # type: ignore[arg-type]
+        desk.start(ticket, flow)
+        ((first, second),) = gateway.workers
+        assert (first.inflight, second.inflight) == (1, 0)
+        flow.served(address_of(second), 200)
+        assert (first.inflight, second.inflight) == (0, 1)
+        assert (first.breaker.closed, second.breaker.closed) == (False, True)
+        flow.end()
+        assert (first.inflight, second.inflight, rig.context.metrics.of("t", "r").errors) == (0, 0, 1)
+
+    run(go, prefill=0, decode=2)
+
+
+def test_a_fallback_has_the_adapter_too():
+    async def go(rig: Rig) -> None:
+        config = msgspec.structs.replace(CONFIG, adapters=("a",))
+        rig.apply([], rig.decode, config)
+        for worker in rig.context.table.by_role["decode"][:2]:
+            worker.follow(msgspec.structs.replace(worker.endpoint, adapters={"a": "v1"}))
+        desk, gateway = rig.context.desk, Gateway()
+        lane = desk.lane(b"", b"")
+        ask, ticket = desk.admit(lane, parse_body(b'{"model": "a", "prompt": "short"}', False, lane.config))
+        flow = Picked(rig.context, gateway, b"/v1/completions", ask, ticket, NO_HINTS, None)  # type: ignore[arg-type]
+        desk.start(ticket, flow)
+        (told,) = gateway.workers
+        assert {worker.uid for worker in told} == {worker.uid for worker in rig.context.table.by_role["decode"][:2]}
+        flow.cancel()
+
+    run(go, prefill=0, decode=3)

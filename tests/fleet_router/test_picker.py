@@ -446,3 +446,16 @@ def test_a_prefill_workers_refusal_is_told_behind_a_gateway(mode: int, status: i
         assert (+rig.context.metrics.requests, rig.context.metrics.client_left) == ({status: 1}, 0)
 
     run(go)
+
+
+@pytest.mark.parametrize(("rights", "shown"), [({}, False), ({"decisions": "own"}, True)])
+def test_behind_a_gateway_too_a_decision_is_shown_to_who_may_see_it(rights: dict[str, Any], shown: bool):
+    async def go(rig: Rig) -> None:
+        known(rig, **rights)
+        head = head_of()
+        head.request_headers.headers.headers.add(key="x-fleet-explain", raw_value=b"1")
+        *_, told, _ = await exchanged(rig, head, body_of(ask(prompt="short")), *answer_of(b'{"choices": []}'))
+        names = {one.header.key for one in told.response_headers.response.header_mutation.set_headers}
+        assert ("x-fleet-decision" in names, "x-request-id" in names) == (shown, True)
+
+    run(go, prefill=0)

@@ -219,11 +219,62 @@ def test_two_things_that_are_wrong_are_logged_once_each(monkeypatch: pytest.Monk
     assert said == ["tls: no", "tenants: no"]
 
 
-async def asked(router: Router, client: tuple[Path, Path]) -> bytes:
+def test_half_of_a_chain_that_looks_like_a_whole_one_is_waited_for(tmp_path: Path):
+    """Certificate and key fit, and the certificate between them and the CA is still being written: no client could tell whose
+    they are."""
+    authority, served = Authority(tmp_path, "ca"), list[bytes]()
+    files = TlsFiles(*authority.leaf("first", "old"))
+    cert, key = (file.read_bytes() for file in authority.leaf("next", "new"))
+
+    async def apply(found: tls.Certified) -> None:
+        served.append(found.pem.cert)
+
+    async def go() -> None:
+        certificates = tls.Certificates(files)
+        certificates.begin()
+        files.key.write_bytes(key)
+        for half in (cert, cert + authority.pem):
+            files.cert.write_bytes(half)
+            await certificates._look(apply, pytest.fail)
+            assert certificates.outdated
+        assert not served
+        await certificates._look(apply, pytest.fail)
+        assert (served, certificates.outdated) == ([cert + authority.pem], False)
+
+    asyncio.run(go())
+
+
+def test_who_needs_a_certificate_of_the_present_ca_is_let_in_with_no_other(tmp_path: Path):
+    servers, first, second = Authority(tmp_path, "servers"), Authority(tmp_path, "first-ca"), Authority(tmp_path, "second-ca")
+    ca = tmp_path / "clients.pem"
+    ca.write_bytes(first.pem)
+    mine, others = first.leaf("mine"), second.leaf("others")
+
+    async def let_in(router: Router) -> list[bool]:
+        found = []
+        for client in (mine, others, None):
+            try:
+                found.append(b"200 OK" in await asked(router, client))
+            except OSError:
+                found.append(False)
+        return found
+
+    async def go() -> None:
+        async with serving(TlsFiles(*servers.leaf("server", "old"), ca)) as router, following(router):
+            assert await let_in(router) == [True, False, False]
+            ca.write_bytes(second.pem)
+            await until(lambda: router._certificates is not None and router._certificates.current.pem.client_ca == second.pem)
+            assert await let_in(router) == [False, True, False]
+
+    uvloop.run(go())
+
+
+async def asked(router: Router, client: tuple[Path, Path] | None) -> bytes:
     """What a client with a certificate is answered."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.load_cert_chain(*client)
+    if client is not None:
+        context.load_cert_chain(*client)
     reader, writer = await asyncio.open_connection(*router._ports[0].addresses[0], ssl=context)
     writer.write(b"GET /health HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")
     found = await reader.read()

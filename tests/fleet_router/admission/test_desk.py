@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from fleet_router.admission.lanes import Lane
+from fleet_router.admission.runaway import SLACK
 from fleet_router.ask import Ask
 from fleet_router.config import SloClass
 from fleet_router.desk import Desk
@@ -452,3 +453,17 @@ def test_who_gives_way_and_asks_again_at_once_does_not_recurse():
     assert desk.faults.count == 0
     assert [flow.told for flow in flows[500:2500]] == [[529]] * 2000
     assert desk.gate.lengths() == {"interactive": 2000, "default": 0, "batch": 0}
+
+
+@pytest.mark.parametrize(
+    ("limits", "asked", "most"), [({}, 1, 4096), ({"maxOutputTokens": 50}, 1, 50), ({"maxOutputTokens": 50}, 3, 150)]
+)
+def test_a_stream_is_watched_for_the_limit_that_its_tenant_has(limits: dict[str, Any], asked: int, most: int):
+    config = msgspec.structs.replace(CONFIG, runaway=True, max_output_tokens=4096)
+    desk = desk_with(Clock(), config=config, acme=limits)
+    _, ticket, ask = come(desk, n=asked)
+    detector = desk.detector(ticket, ask)
+    assert detector is not None
+    assert detector._most == most + SLACK
+    desk.follow(msgspec.structs.replace(config, runaway=False), {"t": 2}, [])
+    assert desk.detector(ticket, ask) is None

@@ -16,6 +16,7 @@ from fleet_router.follow.documents import Documents
 from fleet_router.request import decode_body
 from fleet_wire.endpoints import AtZero, Endpoints
 from tests.fleet_router.admission.made import ask_of, key_of, parsed
+from tests.fleet_router.fake_worker import answer
 from tests.fleet_router.rig import CONFIG, Rig, ask, http, run
 
 WATCHED = msgspec.structs.replace(CONFIG, runaway=True)
@@ -224,3 +225,27 @@ def test_who_has_half_an_answer_and_gets_no_more_of_it_pays_for_what_came():
         assert (account.counts["answered"], account.counts["failed"], account.output_tokens, account.inflight) == (1, 0, 19, 0)
 
     run(go, prefill=0)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "costs"),
+    [
+        ("/tokenize", {"prompt": "x" * 4000}, False), ("/detokenize", {"tokens": [1] * 2000}, False),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x" * 4000}]}, False),
+        ("/v1/embeddings", {"input": "x" * 4000}, True),
+    ],
+)  # fmt: skip
+def test_what_only_counts_tokens_costs_none_and_needs_no_slot(path: str, body: dict[str, Any], costs: bool):
+    async def go(rig: Rig) -> None:
+        async def counts(_: Any, writer: asyncio.StreamWriter) -> bool:
+            answer(writer, 200, {"count": 1000, "tokens": [1], "data": []})
+            return True
+
+        metered(rig)
+        rig.decode[0].behave = counts
+        account, gate = rig.context.desk.accounts["acme"], rig.context.desk.gate
+        got = await rig.raw(http({"model": "m", **body}, KEY, "connection: close", path=path))
+        assert b" 200 OK" in got
+        assert (charged(rig)[0] > 0, gate.starts, account.counts["answered"], account.inflight) == (costs, costs, 1, 0)
+
+    run(go, prefill=0, config=msgspec.structs.replace(CONFIG, worker_slots=1))

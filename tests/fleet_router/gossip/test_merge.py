@@ -247,3 +247,28 @@ def test_where_not_all_fit_into_a_round_it_is_every_tenants_turn():
     assert heard.changes()[1][0].requests == 6
     report.forget(set(), {1})
     assert (list(report._uses), report._later) == ([1], {})
+
+
+def test_what_is_kept_of_others_has_a_bound_whatever_one_of_them_says(monkeypatch: pytest.MonkeyPatch):
+    """Who has the key may be wrong: names that it makes up are not kept for ever, and of workers at rest nothing is."""
+    monkeypatch.setattr("fleet_router.gossip.merge.MOST_KNOWN", 50)
+    peers = Peers(US)
+    for number in range(1, 20):
+        named = range(10 * number, 10 * number + 10)
+        peers.take(said(A, number, *(Load(name, 1, 0, 1, 10) for name in named), *(Use(name, 1, 1, 10) for name in named)), 0.0)
+    (peer,) = peers._peers.values()
+    assert (len(peer.loads.rows), len(peer.uses.rows)) == (50, 50)
+    workers, tenants = peers.changes()
+    assert (len(workers), len(tenants)) == (50, 50)
+    peers.expire(ROW_S + 0.1)
+    assert [len(found) for found in peers.changes()] == [50, 50]
+    assert not peers._loads
+    assert not peers._uses
+
+
+def test_of_the_hints_that_were_told_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fleet_router.gossip.report.MOST_HINTS_KNOWN", 20)
+    talks = Report(A, 0.0)
+    for number in range(100):
+        talks.next([], [], [hint_of(1, [number])], number / 100, 0)
+    assert list(talks._hints) == [(1, number) for number in range(80, 100)]
