@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from fleet_router.admission.usage import usage_in, with_usage
+from fleet_router.ask import Hints
 from fleet_router.config import RouterConfig
 from fleet_router.ending import END, framed, unframed, without_usage
 from fleet_router.follow.documents import Documents
+from fleet_router.knowledge import Counted
+from fleet_router.metrics import COMPILED
 from fleet_router.request import decode_body
 from fleet_wire.endpoints import AtZero, Endpoints
 from tests.fleet_router.admission.made import ask_of, key_of, parsed
@@ -249,3 +252,30 @@ def test_what_only_counts_tokens_costs_none_and_needs_no_slot(path: str, body: d
         assert (charged(rig)[0] > 0, gate.starts, account.counts["answered"], account.inflight) == (costs, costs, 1, 0)
 
     run(go, prefill=0, config=msgspec.structs.replace(CONFIG, worker_slots=1))
+
+
+@pytest.mark.skipif(COMPILED, reason="compiled code takes real knowledge only: `make unit` runs this one")
+def test_the_precise_index_looks_for_a_tenants_prompt_under_the_salt_that_its_engine_gets():
+    asked: list[str] = []
+
+    class Knows:
+        def count(self, _ask: object, _chat: bool, _then: object, salt: str = "") -> Counted:
+            asked.append(salt)
+            return Counted(0, {})
+
+        def hints(self, _counted: object, hints: Hints) -> Hints:
+            return hints
+
+        def answered(self, *_: object) -> None: ...
+
+    async def go(rig: Rig) -> None:
+        rig.context.desk.tenants_needed = True
+        rig.context.desk.know(parsed(acme={}, other={}))
+        rig.context.knowledge = cast("Any", Knows())
+        for name in ("acme", "other"):
+            await rig.raw(http(ask(prompt="short"), f"authorization: Bearer {key_of(name)}", "connection: close"))
+        assert asked == [body["cache_salt"] for body in rig.decode[0].seen]
+        assert len(set(asked)) == 2
+        rig.context.knowledge = None
+
+    run(go, prefill=0)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from fleet_router.config import AnswerCheck, TierRule
@@ -322,18 +323,21 @@ def test_no_small_answer_stands_in_for_a_large_one():
         (CHAT, {"messages": [{"role": "user", "content": "x" * 9_000}]}, (), {"small": 0, "large": 1}),
         (CHAT, {"n": 2}, (), {"small": 0, "large": 1}),
         ("/v1/embeddings", {"model": "m", "input": "x"}, (), {"small": 0, "large": 1}),
+        (CHAT, {"model": "a"}, (), {"small": 0, "large": 1}),
     ],
-    ids=["a-rule-by-header", "no-rule", "a-rule-by-length", "several-choices", "embeddings"],
+    ids=["a-rule-by-header", "no-rule", "a-rule-by-length", "several-choices", "embeddings", "an-adapter"],
 )
 def test_rules_come_first_and_what_cannot_be_judged_goes_to_the_last_tier(
     path: str, more: dict[str, Any], headers: tuple[str, ...], expected: dict[str, int]
 ):
     async def go(ladder: Ladder) -> None:
+        for worker in ladder.rig.context.table.by_role["decode"]:
+            worker.follow(msgspec.structs.replace(worker.endpoint, adapters={"a": "v1"}))
         assert (await ladder.talk(path, headers, **more))[0] == 200
         assert ladder.asked == expected
 
     rules = (TierRule(tier="large", headers={"x-tier": "large"}), TierRule(tier="large", tokens_ge=2_000))
-    climbing(go, config(tier_rules=rules))
+    climbing(go, config(tier_rules=rules, adapters=("a",)))
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"], ids=["kept", "climbs"])

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from fleet_router.config import RouterConfig
+from fleet_router.hints import NO_HINTS
 from fleet_router.kvindex.believed import HELD_TOKENS_EACH, HELD_TOKENS_MOST, Believed
+from fleet_router.kvindex.pieces import key_chain
 from fleet_router.kvindex.stream import REPLAY_AGAIN_S
+from fleet_router.policy.chosen import Choice
+from fleet_router.policy.terms import Offer
+from fleet_router.workers import WorkerTable
+from fleet_wire.endpoints import Endpoint, Endpoints
 from tests.fleet_router.kvindex.test_precise import KEYS, NAMES, Rig, batch, stored
 
 
@@ -144,3 +151,34 @@ def test_holes_that_no_replay_fills_are_not_asked_for_again_and_again():
         rig.believed.replayed(worker, first, rows, rig.now, last=True, whole=True)
     assert asked == 2
     assert (rig.believed.state("w"), rig.known()) == ("partial", 2)
+
+
+@pytest.mark.parametrize(
+    ("says", "by_events", "decode", "missing"),
+    [
+        ("silent", 0, "d1", 0), ("live", 0, "d0", 500), ("live", 300, "d1", 200),
+        ("silent", 300, "d1", 0),  # what it told before is true, and may not be all
+    ],
+)  # fmt: skip
+def test_each_worker_is_believed_by_one_index_and_by_the_other_when_its_events_stop(
+    says: str, by_events: int, decode: str, missing: int
+):
+    """A prompt of 500 tokens was sent to d1. As long as its events come they alone tell what became of it."""
+    table = WorkerTable()
+    rows = [
+        Endpoint(
+            name=name, uid=name, address="127.0.0.1", http_port=1, agent_port=1, role="decode", tier="t", revision="r", compat="c"
+        )
+        for name in ("d0", "d1")
+    ]
+    table.update(Endpoints(fleet="f", namespace="n", workers=tuple(rows)))
+    prompt, mine = b"x" * 2048, table.workers["d1"].bit
+    keys = key_chain(prompt)
+    table.routing.index.add(keys, "d1")
+    blocks = ((float(by_events), mine),) if by_events else ()
+    hints = NO_HINTS.counted(500.0, blocks, mine if says == "live" else 0)
+    table.workers["d1"].began()  # a little busier: without its KV it is the second choice
+    found, _ = table.choose(prompt, RouterConfig(fleet="f", served_name="m"), 0.0, frozenset(), hints=hints)
+    assert isinstance(found, Choice)
+    assert isinstance(found.offer, Offer)
+    assert (found.decode, round(found.offer.missing) // 100 * 100) == (decode, missing)

@@ -41,3 +41,21 @@ def test_a_session_of_a_large_side_stays_too():
     load(workers[decode], LOAD_FLOOR - 1)
     holders = sum(1 << i for i, uid in enumerate(workers) if uid != decode and i < 3)
     assert chosen(cheapest(session, group, [(2_900.0, holders)], None)) == (None, decode)
+
+
+@pytest.mark.parametrize("decode", [4, 4 * WHOLE])
+def test_a_session_under_an_adapter_stays_though_others_have_it_loaded(decode: int):
+    """Both draw: to load it costs a quarter of a second where the session is at home, and nothing elsewhere."""
+    group, workers = fleet(3, decode)
+    homes = {chosen(cheapest(ask(session=True, adapter="a", ring_key=key << 58), group, (), None)) for key in range(16)}
+    assert len(homes) > 2
+    for key in range(16):
+        session = ask(session=True, adapter="a", ring_key=key << 58)
+        home = chosen(cheapest(session, group, (), None))
+        for uid, worker in workers.items():
+            worker.adapters.clear()
+            if uid not in home:
+                worker.adapters["a"] = None
+        few = {*home, "p0", "d0", "d1", "d2"}
+        assert chosen(cheapest(session, group, (), None)) == home
+        assert chosen(cheapest(session, group, (), lambda worker, few=few: worker.uid in few)) == home
