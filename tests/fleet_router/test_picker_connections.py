@@ -8,6 +8,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -25,11 +26,11 @@ from fleet_router.epp.messages import (
     ProcessingRequest,
     ProcessingResponse,
 )
-from fleet_router.epp.server import EndpointPicker
+from fleet_router.epp.server import EndpointPicker, FailureMode
 from fleet_router.tls import Certificates, TlsFiles, context_of
 from tests.fleet_router.rig import CONFIG, Rig, ask, run, until
 from tests.fleet_router.test_handshakes import ended
-from tests.fleet_router.test_picker import body_of, head_of
+from tests.fleet_router.test_picker import body_of, head_of, known
 
 BOUND = 8
 
@@ -155,3 +156,43 @@ async def certificate(port: int) -> bytes:
     found: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     writer.close()
     return found
+
+
+class Failed(Exception):
+    """What gRPC raises where a call is failed: a gateway that is told to goes on without an answer."""
+
+
+@pytest.mark.parametrize("endpoints", [True, False])
+@pytest.mark.parametrize("tenants", ["none needed", "known", "not known"])
+@pytest.mark.parametrize("mode", ["FailOpen", "FailClose"])
+def test_without_its_tenants_a_router_lets_nobody_in_whatever_its_failure_mode(mode: FailureMode, tenants: str, endpoints: bool):
+    """A tenants file that could not be read: behind a gateway that fails open everybody was let in, without a key, for as long as
+    the file was bad."""
+
+    class Call:
+        async def abort(self, *_: object) -> None:
+            raise Failed
+
+    async def go(rig: Rig) -> None:
+        rig.context.desk.tenants_needed = tenants != "none needed"
+        if tenants == "known":
+            known(rig)
+        rig.router._followed_at = 1.0 if endpoints else None
+        picker = EndpointPicker(rig.context, rig.router._undecided, mode)
+
+        async def come() -> AsyncIterator[Any]:
+            yield head_of()
+
+        try:
+            found = [said async for said in picker._process(come(), Call())]
+        except Failed:
+            found = ["sent anywhere"]
+        if tenants == "not known":
+            (said,) = found
+            assert said.immediate_response.status.code == 503
+        elif not endpoints:
+            assert (found == ["sent anywhere"]) is (mode == "FailOpen")
+        else:
+            assert found == []  # the rest of the request is waited for
+
+    run(go)

@@ -1,7 +1,8 @@
 """The gRPC server of the Endpoint Picker: ext_proc streams and health checks, in the router's own process and loop.
 
 What the gateway is told when there is nothing to decide from (no endpoints document was read yet) is the failure mode's:
-FailClose answers 503, FailOpen fails the stream, and a gateway that is configured so (failure_mode_allow) sends it anywhere.
+FailClose answers 503, FailOpen fails the stream, and a gateway that is configured so (failure_mode_allow) sends it anywhere: but
+never for want of the tenants, without which nobody is let in.
 Known and empty is another thing: then there is no endpoint to send it to, and the protocol asks for 503 in either mode.
 """
 
@@ -119,7 +120,7 @@ class EndpointPicker:
 
     async def _process(self, messages: AsyncIterator[Any], call: Any) -> AsyncIterator[Any]:
         if why := self._not_ready():
-            if self._failure_mode == "FailOpen":
+            if self._failure_mode == "FailOpen" and self._context.desk.ready:
                 await call.abort(grpc.StatusCode.UNAVAILABLE, why)
             yield refused(RequestError(503, why, code="not_ready"), b"", "")
             return
