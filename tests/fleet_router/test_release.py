@@ -14,7 +14,7 @@ from fleet_router.ending import framed
 from fleet_router.metrics import COMPILED, Metrics
 from fleet_router.release import PER_WORKER_MOST, RELEASE_S, Release, Releases
 from tests.fleet_router.fake_worker import answer
-from tests.fleet_router.rig import LONG, Rig, ask, http, run, until
+from tests.fleet_router.rig import LONG, Rig, answer_of, ask, http, run, until
 
 UNREAD = b'data: {"error": {"message": "Internal server error", "type": "InternalServerError", "param": null, "code": 500}}\n\n'
 
@@ -202,6 +202,32 @@ def test_a_head_alone_has_not_read_the_kv(ends: str):
         else:
             rig.sweep(1_000.0)
         await until(lambda: rig.prefill[0].released[:1] == ["lease-1"])
+        dies.set()
+
+    run(go)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("ends", ["its time is over", "the router goes"])
+def test_a_request_that_is_cut_before_its_first_byte_gives_its_kv_back(ends: str, stream: bool):
+    async def go(rig: Rig) -> None:
+        dies = asyncio.Event()
+
+        async def waits(_: Any, writer: asyncio.StreamWriter) -> bool:
+            await dies.wait()
+            writer.close()
+            return True
+
+        rig.decode[0].behave = waits
+        reader, writer, connection = await rig.connect()
+        writer.write(http(ask(stream=stream)))
+        await until(lambda: bool(rig.decode[0].seen))
+        if ends == "the router goes":
+            connection.cut()
+        else:
+            rig.sweep(1_000.0)
+        assert (await answer_of(reader))[0] == (503 if ends == "the router goes" else 504)
+        await until(lambda: rig.prefill[0].released == ["lease-1"])
         dies.set()
 
     run(go)

@@ -314,3 +314,22 @@ def test_a_lease_is_given_back_also_when_the_pooled_connection_is_closed():
         await until(lambda: rig.prefill[0].released == ["lease-1"])
 
     run(go)
+
+
+def test_r8_errors_of_a_decode_worker_whose_kv_came_from_elsewhere_put_the_pair_out_before_it():
+    """Engines that do not say what went wrong answer 500 where KV cannot be read."""
+
+    async def go(rig: Rig) -> None:
+        async def cannot_read(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            if "kv_transfer_params" in body:
+                answer(writer, 500, {"error": {"message": "EngineDeadError"}})
+            return "kv_transfer_params" in body
+
+        rig.decode[0].behave = cannot_read
+        told = [(await rig.post(ask(prompt=f"{i} {LONG}")))[0] for i in range(PAIR_FAILURES_MOST + 2)]
+        assert told == [503] * PAIR_FAILURES_MOST + [200, 200]
+        (worker,) = rig.context.table.by_role["decode"]
+        assert (worker.breaker.closed, rig.context.table.pairs.opened, rig.context.table.trouble.ejections) == (True, 1, 0)
+        assert len(rig.prefill[0].seen) == PAIR_FAILURES_MOST
+
+    run(go)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from fleet_router.config import RouterConfig
-from fleet_router.health.breaker import OPEN_FIRST_S
+from fleet_router.health.breaker import OPEN_FIRST_S, PAIR_FAILURES_MOST
 from fleet_router.health.pairs import MOVED_S, PAIRS_MOST, PairHealth
 from fleet_router.policy.chosen import Choice
 from fleet_router.workers import PAIRS_TOLD, WorkerTable
@@ -129,3 +129,18 @@ def test_pairs_that_work_are_bounded():
         pairs.succeeded("p1", f"d{number}", 20.0)
     assert len(pairs.moved) == PAIRS_MOST
     assert next(iter(pairs.moved)) == ("p1", "d3"), "the oldest go"
+
+
+@pytest.mark.parametrize(
+    ("partners", "out", "condemned"), [(1, 1, False), (2, 1, False), (2, 2, True), (4, 2, True), (5, 2, False), (5, 3, True)]
+)
+def test_a_prefill_worker_is_at_fault_when_half_of_its_partners_and_two_of_them_get_nothing(
+    partners: int, out: int, condemned: bool
+):
+    pairs = PairHealth()
+    for decode in range(out):
+        for _ in range(PAIR_FAILURES_MOST):
+            pairs.failed("p", f"d{decode}", 1.0)
+    assert pairs.condemns("p", partners, 2.0) is condemned
+    assert not pairs.condemns("p", partners, 1.0 + OPEN_FIRST_S)  # their time is over
+    assert not pairs.condemns("other", partners, 2.0)
