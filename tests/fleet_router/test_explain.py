@@ -239,8 +239,12 @@ def test_rings_are_bounded_and_trouble_is_not_pushed_out():
 @pytest.mark.parametrize(
     ("key", "status", "seen"), [("own", 200, {"t-own"}), ("all", 200, {"t-own", "t-all", "t-none"}), ("none", 403, None)]
 )
-def test_a_key_reads_what_its_tenant_may(key: str, status: int, seen: set[str] | None):
+@pytest.mark.parametrize("several", [False, True])
+def test_a_key_reads_what_its_tenant_may(key: str, status: int, seen: set[str] | None, several: bool):
+    """`several`: processes behind one port, which are told whose question it is."""
+
     async def go(rig: Rig) -> None:
+        rig.context.gather = rig.router.gather if several else None
         rig.router._desk.tenants_needed = True
         rig.router.know(parse_tenants(tenants()))
         for value in KEYS.values():

@@ -316,17 +316,24 @@ def test_a_lease_is_given_back_also_when_the_pooled_connection_is_closed():
     run(go)
 
 
-def test_r8_errors_of_a_decode_worker_whose_kv_came_from_elsewhere_put_the_pair_out_before_it():
-    """Engines that do not say what went wrong answer 500 where KV cannot be read."""
+@pytest.mark.parametrize("streamed", [False, True])
+def test_r8_errors_of_a_decode_worker_whose_kv_came_from_elsewhere_put_the_pair_out_before_it(streamed: bool):
+    """Engines that do not say what went wrong answer 500 where KV cannot be read, or with an error as a stream's first event."""
 
     async def go(rig: Rig) -> None:
         async def cannot_read(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
-            if "kv_transfer_params" in body:
+            if "kv_transfer_params" not in body:
+                return False
+            if streamed:
+                event = b'data: {"error": {"message": "no", "code": 500}}\n\ndata: [DONE]\n\n'
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+                writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
+            else:
                 answer(writer, 500, {"error": {"message": "EngineDeadError"}})
-            return "kv_transfer_params" in body
+            return True
 
         rig.decode[0].behave = cannot_read
-        told = [(await rig.post(ask(prompt=f"{i} {LONG}")))[0] for i in range(PAIR_FAILURES_MOST + 2)]
+        told = [(await rig.post(ask(prompt=f"{i} {LONG}", stream=streamed)))[0] for i in range(PAIR_FAILURES_MOST + 2)]
         assert told == [503] * PAIR_FAILURES_MOST + [200, 200]
         (worker,) = rig.context.table.by_role["decode"]
         assert (worker.breaker.closed, rig.context.table.pairs.opened, rig.context.table.trouble.ejections) == (True, 1, 0)
