@@ -22,7 +22,7 @@ from fleet_router.errors import RequestError
 from fleet_router.explain import export
 from fleet_router.explain.export import Exported, Exporter, headers_of
 from fleet_router.explain.record import Record, Second
-from fleet_router.explain.spans import request_of
+from fleet_router.explain.spans import request_of, spans_of
 from fleet_router.explain.trace import Trace, read
 from fleet_router.follow.documents import Documents
 from fleet_router.request import parse_body
@@ -195,7 +195,7 @@ def test_of_two_that_prefilled_the_span_names_whose_kv_was_read(outcome: str):
         one.second.outcome = outcome
         record.prefilled(1.2)
         record.first_at = record.last_at = record.ended_at = 1.3
-        raw = request_of([(record, Trace(TRACE_ID, "", 1))], "f", "i", 0)
+        raw = request_of(spans_of(record, Trace(TRACE_ID, "", 1), 0), "f", "i")
         spans = {span.name: span for span in parsed(raw).resource_spans[0].scope_spans[0].spans}
         named = (second if outcome == "won" else first).endpoint.name
         assert (attributes(spans["prefill"])["fleet.worker"], attributes(spans["kv transfer"])["fleet.prefill"]) == (named, named)
