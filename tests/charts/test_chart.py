@@ -424,9 +424,10 @@ def test_the_operator_takes_every_flag():
         ({"watchNamespaces": ["ml", "lab"]}, "runs fleets of namespaces ml, lab.\n"),
         ({"scope": "cluster"}, "runs fleets of all namespaces.\n"),
         ({"scope": "cluster", "namespaceSelector": {"team": "a", "b": "c"}}, "runs fleets of namespaces with b=c,team=a.\n"),
+        ({"scope": "cluster", "namespaceSelector": None}, "runs fleets of all namespaces.\n"),
     ],
 )
 def test_the_notes_name_the_namespaces_that_are_followed(values: dict[str, Any], words: str):
-    """With a selector they said `all namespaces`."""
+    """With a selector they said `all namespaces`; without the value, as Helm takes one away by null, there was no release."""
     given = yaml.safe_dump(values)
     assert words in helm("install", "x", str(CHART), "-n", NAMESPACE, "--dry-run=client", "--values", "-", stdin=given)
