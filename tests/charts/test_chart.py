@@ -325,6 +325,29 @@ def test_every_pod_meets_the_restricted_standard():
             assert container["securityContext"] == wanted
 
 
+ALIKE = ("image", "imagePullPolicy", "resources", "securityContext", "terminationMessagePolicy")
+
+
+def test_the_pod_of_helm_test_runs_wherever_the_operators_does():
+    """It had neither its variables (the API server's address), nor its resources (a quota asks for them), labels and annotations
+    (policies and meshes go by them) or priority: `helm test` was red where the operator worked."""
+    found = objects(render(yaml.safe_load((HERE / "values/everything.yaml").read_text())))
+    (deployment,), (tests,) = ([o for o in found if o["kind"] == kind] for kind in ("Deployment", "Pod"))
+    template = deployment["spec"]["template"]
+    (operator,), (tested,) = template["spec"]["containers"], tests["spec"]["containers"]
+    assert [one for one in operator["env"] if one not in tested.get("env", [])] == [
+        one for one in operator["env"] if one["name"] in ("HOME", "POD_NAMESPACE")
+    ]
+    assert {part: tested.get(part) for part in ALIKE} == {part: operator[part] for part in ALIKE}
+    own = {"containers", "restartPolicy", "topologySpreadConstraints", "volumes"}
+    assert tests["spec"].keys() - own == template["spec"].keys() - own
+    assert {part: tests["spec"][part] for part in tests["spec"].keys() - own} == {
+        part: template["spec"][part] for part in template["spec"].keys() - own
+    }
+    assert template["metadata"]["annotations"].items() <= tests["metadata"]["annotations"].items()
+    assert tests["metadata"]["labels"]["team"] == "serving"
+
+
 def test_a_cluster_that_refuses_routers_is_refused():
     """Their preStop sleeps: alpha and off in Kubernetes 1.29 (KEP-3960): the field is dropped, the empty hook refused."""
     assert helm("template", "r", str(CHART), "--kube-version", "1.30.0")
