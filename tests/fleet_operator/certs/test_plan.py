@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -20,7 +21,7 @@ from fleet_operator.certs.issue import Material, UnusableError, carry_out, read
 from fleet_operator.certs.keeper import FILES, Keeper, Place
 from fleet_operator.certs.plan import DAY_S, Certificate, Lifetimes, Stock, Work, plan
 from fleet_operator.cluster.guarded import GuardedCluster
-from fleet_operator.cluster.interface import ForbiddenError
+from fleet_operator.cluster.interface import ClusterError, ForbiddenError, NotFoundError
 from fleet_operator.cluster.kinds import MUTATING, SECRET, VALIDATING
 from fleet_operator.cluster.memory import MemoryCluster
 from fleet_operator.leader.fence import Fence
@@ -194,6 +195,55 @@ def test_two_replicas_that_begin_at_once_make_one_authority():
             await asyncio.gather(*(replica.keeper.look() for replica in replicas))
         assert replicas[0].serves == replicas[1].serves
         assert len((await world.store.get(SECRET, "ns", "certs"))["data"]) == 4
+
+    asyncio.run(scenario())
+
+
+def test_of_two_that_read_the_same_secret_one_renews():
+    """Else the second one's authority takes the place of the first one's, which the API server may have been told of."""
+
+    async def scenario() -> None:
+        world = World()
+        replicas = [world.replica() for _ in range(2)]
+        await world.store.apply({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "certs", "namespace": "ns"}})
+        get = world.store.get
+
+        async def together(*where: Any) -> Any:
+            found = await get(*where)
+            await asyncio.sleep(0)
+            return found
+
+        world.store.get = together  # type: ignore[method-assign]
+        for replica in replicas:
+            replica.fence.extend(T0 + 1e6, T0 + 1e6)
+        assert sorted(await asyncio.gather(*(replica.keeper.look() for replica in replicas))) == [False, True]
+
+    asyncio.run(scenario())
+
+
+def test_a_configuration_that_went_is_not_made_anew_by_telling_it():
+    """What is written is a part of one: without paths, rules and the rest."""
+
+    async def scenario() -> None:
+        world = World()
+        one = world.replica()
+        one.fence.extend(T0 + 1e6, T0 + 1e6)
+        (made, *_) = configurations({"service": {"name": "hook", "namespace": "ns", "port": 443}})
+        await world.store.apply(made)
+        assert await one.keeper.look()
+        get = world.store.get
+
+        async def uninstalled(kind: Any, *where: Any) -> Any:
+            found = await get(kind, *where)
+            if kind == MUTATING:
+                await world.store.delete(kind, None, "inferencefleet")
+            return found
+
+        world.store.get = uninstalled  # type: ignore[method-assign]
+        with contextlib.suppress(ClusterError):
+            await one.keeper.look()
+        with pytest.raises(NotFoundError):
+            await get(MUTATING, None, "inferencefleet")
 
     asyncio.run(scenario())
 

@@ -149,6 +149,31 @@ def test_a_slow_read_does_not_shorten_the_lease_of_another(read_s: float):
     played(scenario)
 
 
+@pytest.mark.parametrize("answer_s", [4.0, 9.0])
+def test_an_answer_that_takes_long_makes_the_lease_no_longer(answer_s: float):
+    """Others count from when the renewal was written: who counted from its answer would write when the lease is another's."""
+
+    async def scenario(world: World) -> None:
+        a, b = Process(world, "a"), Process(world, "b")
+        apply = a.wire.apply
+
+        async def late(obj: dict[str, Any], *, created: bool = False) -> Any:
+            made = await apply(obj, created=created)
+            await b.try_once()
+            world.now += answer_s
+            return made
+
+        a.wire.apply = late  # type: ignore[method-assign]
+        await a.try_once()
+        assert a.fence.open_s == pytest.approx(TERMS.renew_s - answer_s)
+        world.now += TERMS.lease_s + 0.1 - answer_s
+        await b.try_once()
+        assert b.elector.leading
+        assert not await a.writes()
+
+    played(scenario)
+
+
 def test_two_that_begin_at_once_are_one():
     async def scenario(world: World) -> None:
         processes = [Process(world, name) for name in "abcd"]
