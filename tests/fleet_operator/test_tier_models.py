@@ -150,6 +150,18 @@ def test_nodes_fetch_the_weights_that_all_tiers_of_a_model_read(engine: dict[str
     assert told(pod["spec"])["FLEET_FETCH_WEIGHTS"] == reads
 
 
+def test_what_fetches_gets_its_image_as_workers_do():
+    """It had the default account, which may have no pull rights: no node ever fetched, and growth waited for all of them."""
+    wished = wish({**HUB, "cache": {"type": "nodeLocal", "path": "/cache"}})
+    account = {"serviceAccountName": "puller", "imagePullSecrets": [{"name": "registry"}], "runAsUser": 1000}
+    wished["spec"]["tiers"][0]["prefill"] = {"podTemplate": account}
+    found = parse_fleet(wished)
+    wanted = FetchWanted(name="f-fetch", node="n1", key=model_keys(found)["small"], tier="small")
+    spec = render_fetch(found, wanted, {**wished, "metadata": {"name": "f", "uid": "u"}}, Platform())["spec"]
+    assert (spec.get("serviceAccountName"), spec["automountServiceAccountToken"]) == ("puller", False)
+    assert (spec["imagePullSecrets"], spec["securityContext"]["runAsUser"]) == ([{"name": "registry"}], 1000)
+
+
 def test_nodes_fetch_the_model_of_every_tier():
     async def scenario() -> None:
         world = World()

@@ -1,4 +1,4 @@
-"""Pods that fetch a tier's model into a node's cache: the worker's image, volume, user, token, tolerations; no device or port."""
+"""Pods that fetch a tier's model into a node's cache: with image, account, volume, user, token, tolerations of its workers."""
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ def render_fetch(fleet: InferenceFleet, wanted: FetchWanted, owner: Object, plat
     own = [{"key": device[0], "operator": "Exists", "effect": "NoSchedule"}] if device is not None else []
     if found := [*own, *(toleration for one in added for toleration in tolerations(one))]:
         spec["tolerations"] = [toleration for index, toleration in enumerate(found) if toleration not in found[:index]]
+    if template.service_account_name is not None:  # for its pull rights; no token is mounted
+        spec["serviceAccountName"] = template.service_account_name
     if template.image_pull_secrets:
         spec["imagePullSecrets"] = [rendered(secret) for secret in template.image_pull_secrets]
     return {
