@@ -150,16 +150,39 @@ def test_nodes_fetch_the_weights_that_all_tiers_of_a_model_read(engine: dict[str
     assert told(pod["spec"])["FLEET_FETCH_WEIGHTS"] == reads
 
 
-def test_what_fetches_gets_its_image_as_workers_do():
-    """It had the default account, which may have no pull rights: no node ever fetched, and growth waited for all of them."""
+def fetch_spec(template: dict[str, Any]) -> dict[str, Any]:
+    """Of the pod that fetches for a tier with this podTemplate."""
     wished = wish({**HUB, "cache": {"type": "nodeLocal", "path": "/cache"}})
-    account = {"serviceAccountName": "puller", "imagePullSecrets": [{"name": "registry"}], "runAsUser": 1000}
-    wished["spec"]["tiers"][0]["prefill"] = {"podTemplate": account}
+    wished["spec"]["tiers"][0]["prefill"] = {"podTemplate": template}
     found = parse_fleet(wished)
     wanted = FetchWanted(name="f-fetch", node="n1", key=model_keys(found)["small"], tier="small")
-    spec = render_fetch(found, wanted, {**wished, "metadata": {"name": "f", "uid": "u"}}, Platform())["spec"]
+    spec: dict[str, Any] = render_fetch(found, wanted, {**wished, "metadata": {"name": "f", "uid": "u"}}, Platform())["spec"]
+    return spec
+
+
+def test_what_fetches_gets_its_image_as_workers_do():
+    """It had the default account, which may have no pull rights: no node ever fetched, and growth waited for all of them."""
+    spec = fetch_spec({"serviceAccountName": "puller", "imagePullSecrets": [{"name": "registry"}], "runAsUser": 1000})
     assert (spec.get("serviceAccountName"), spec["automountServiceAccountToken"]) == ("puller", False)
     assert (spec["imagePullSecrets"], spec["securityContext"]["runAsUser"]) == ([{"name": "registry"}], 1000)
+
+
+def test_what_fetches_has_the_files_that_its_variables_name():
+    """SSL_CERT_FILE of a company's proxy named a file that was not mounted: workers came through, what fetches never did. A claim
+    may be on one node only, and would keep it from all others."""
+    volumes = [
+        {"name": "ca", "configMap": {"name": "company-ca"}}, {"name": "scratch", "emptyDir": {}},
+        {"name": "data", "persistentVolumeClaim": {"claimName": "data"}},
+    ]  # fmt: skip
+    mounts = [{"name": "ca", "mountPath": "/ca", "readOnly": True}, {"name": "data", "mountPath": "/data"}]
+    scratch = {"name": "scratch", "mountPath": "/scratch"}
+    env = [{"name": "SSL_CERT_FILE", "value": "/ca/ca.pem"}]
+    spec = fetch_spec({"env": env, "volumes": volumes, "volumeMounts": [*mounts, scratch]})
+    (container,) = spec["containers"]
+    assert told(spec)["SSL_CERT_FILE"] == "/ca/ca.pem"
+    assert [mount["name"] for mount in container["volumeMounts"]] == ["model", "tmp", "ca", "scratch"]
+    assert spec["volumes"][2:] == volumes[:2]
+    assert container["volumeMounts"][2:] == [mounts[0], scratch]
 
 
 def test_nodes_fetch_the_model_of_every_tier():

@@ -8,7 +8,7 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.podtemplate import PodTemplateSpec
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import FETCH, FETCH_NODE, FETCH_ROLE, ROLE, TIER, labels, owner_reference
-from fleet_operator.render.template import rendered, security, tolerations
+from fleet_operator.render.template import extend_volumes, rendered, security, tolerations
 from fleet_operator.render.worker import model_volumes, token_env
 from fleet_operator.settings import Platform
 from fleet_planner.prefetch import model_key
@@ -61,6 +61,7 @@ def render_fetch(fleet: InferenceFleet, wanted: FetchWanted, owner: Object, plat
         "securityContext": security(template, shared_group=False),
         "affinity": _only(wanted.node),
     }  # fmt: skip
+    extend_volumes(spec, template, claims=False)  # its variables may name files there, such as the certificates of a proxy
     own = [{"key": device[0], "operator": "Exists", "effect": "NoSchedule"}] if device is not None else []
     if found := [*own, *(toleration for one in added for toleration in tolerations(one))]:
         spec["tolerations"] = [toleration for index, toleration in enumerate(found) if toleration not in found[:index]]

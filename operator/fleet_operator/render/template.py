@@ -28,8 +28,7 @@ def extend_pod(spec: Object, template: PodTemplateSpec) -> None:
     """Add the template to a pod spec whose only container is the worker; changes `spec`."""
     (container,) = spec["containers"]
     container["env"] += [rendered(variable) for variable in template.env]
-    container["volumeMounts"] += [rendered(mount) for mount in template.volume_mounts]
-    spec["volumes"] += [_volume(rendered(volume), volume.empty_dir is not None) for volume in template.volumes]
+    extend_volumes(spec, template, claims=True)
     if template.tolerations:
         spec["tolerations"] = [*spec.get("tolerations", []), *tolerations(template)]
     if template.image_pull_secrets:
@@ -40,6 +39,15 @@ def extend_pod(spec: Object, template: PodTemplateSpec) -> None:
     for kind, amounts in (("requests", template.resources.requests), ("limits", template.resources.limits)):
         if more := rendered(amounts):
             container["resources"][kind] = {**container["resources"].get(kind, {}), **more}
+
+
+def extend_volumes(spec: Object, template: PodTemplateSpec, *, claims: bool) -> None:
+    """Add the template's volumes and where they are mounted; without `claims` only what is the same on every node."""
+    (container,) = spec["containers"]
+    added = [volume for volume in template.volumes if claims or volume.persistent_volume_claim is None]
+    names = {volume.name for volume in added}
+    spec["volumes"] += [_volume(rendered(volume), volume.empty_dir is not None) for volume in added]
+    container["volumeMounts"] += [rendered(mount) for mount in template.volume_mounts if mount.name in names]
 
 
 def _volume(volume: Object, is_empty: bool) -> Object:
