@@ -440,6 +440,15 @@ def test_the_operator_takes_every_flag():
     assert platform.sick_conditions[-2:] == ("GpuOnFire", "FabricReady=False")
 
 
+def test_an_overlay_adds_images_of_workers_and_routers_at_the_end():
+    """As charts/README.md has it: `images` of kustomize reaches no argument."""
+    (deployment,) = [o for o in objects((ROOT / "charts/kustomize/base/operator.yaml").read_text()) if o["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    added = ["--worker-image=r/w:v1", "--router-image=r/r:v1", "--router-pull-secret=registry"]
+    platform = parse_options([*container["args"], *added]).platform
+    assert (platform.worker_image, platform.router_image, platform.router_pull_secrets) == ("r/w:v1", "r/r:v1", ("registry",))
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [

@@ -208,7 +208,8 @@ def test_a_write_under_way_gets_no_more_time_than_the_lease_has():
         fence = Fence(lambda: world.now)
         fence.extend(world.now + 5, world.now + 0.01)
         with pytest.raises(UnavailableError, match="end of the lease"):
-            await fence.guard(Write("apply", CONFIG_MAP, "ns", "c"), lambda: asyncio.sleep(3_600))
+            async with asyncio.timeout(5):
+                await fence.guard(Write("apply", CONFIG_MAP, "ns", "c"), lambda: asyncio.sleep(3_600))
 
     played(scenario)
 
