@@ -150,10 +150,10 @@ def test_nodes_fetch_the_weights_that_all_tiers_of_a_model_read(engine: dict[str
     assert told(pod["spec"])["FLEET_FETCH_WEIGHTS"] == reads
 
 
-def fetch_spec(template: dict[str, Any]) -> dict[str, Any]:
-    """Of the pod that fetches for a tier with this podTemplate."""
+def fetch_spec(template: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Of the pod that fetches for a tier with this podTemplate, and with `more`."""
     wished = wish({**HUB, "cache": {"type": "nodeLocal", "path": "/cache"}})
-    wished["spec"]["tiers"][0]["prefill"] = {"podTemplate": template}
+    wished["spec"]["tiers"][0] |= {"prefill": {"podTemplate": template}, **more}
     found = parse_fleet(wished)
     wanted = FetchWanted(name="f-fetch", node="n1", key=model_keys(found)["small"], tier="small")
     spec: dict[str, Any] = render_fetch(found, wanted, {**wished, "metadata": {"name": "f", "uid": "u"}}, Platform())["spec"]
@@ -183,6 +183,15 @@ def test_what_fetches_has_the_files_that_its_variables_name():
     assert [mount["name"] for mount in container["volumeMounts"]] == ["model", "tmp", "ca", "scratch"]
     assert spec["volumes"][2:] == volumes[:2]
     assert container["volumeMounts"][2:] == [mounts[0], scratch]
+
+
+def test_what_fetches_comes_to_every_node_of_its_tier():
+    """A node may be of one role only."""
+    team, spot = ({"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in ("team", "spot"))
+    decode = {"podTemplate": {"tolerations": [team, spot]}}
+    spec = fetch_spec({"tolerations": [team]}, decode=decode, accelerator={"type": "h100-sxm"})
+    assert spec["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}, team, spot]
+    assert "limits" not in spec["containers"][0]["resources"], "no device"
 
 
 def test_nodes_fetch_the_model_of_every_tier():
