@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,21 @@ def test_any_release_has_names_that_an_api_server_takes(release: str, namespace:
         strings = [meta.get("namespace", ""), *meta.get("labels", {}).values(), *_texts(one, ("namespace", "name", "values"))]
         strings += _texts(one, ("serviceAccountName", "priorityClassName", "resourceNames", "app.kubernetes.io/instance"))
         assert [said for said in strings if not isinstance(said, str)] == []
+
+
+LABEL_VALUE = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
+
+
+def test_a_version_with_build_metadata_is_a_label_too(tmp_path: Path):
+    """Flux (`reconcileStrategy: Revision`) and many a CI put the commit behind a plus: no object had a label that is allowed."""
+    chart = Path(shutil.copytree(CHART, tmp_path / "inferencefleet"))
+    made = yaml.safe_load((chart / "Chart.yaml").read_text())
+    version = f"0.1.0-rc.1+{'a1b2c3d4e5' * 5}"
+    (chart / "Chart.yaml").write_text(yaml.safe_dump({**made, "version": version, "appVersion": "0.1.0+a1b2c3"}))
+    found = objects(render(EVERYTHING, chart=chart))
+    labels = [one["metadata"].get("labels", {}) for one in found]
+    labels += [one["spec"]["template"]["metadata"]["labels"] for one in found if one["kind"] == "Deployment"]
+    assert [value for each in labels for value in each.values() if not re.fullmatch(LABEL_VALUE, value)] == []
 
 
 def _texts(value: Any, keys: Sequence[str]) -> list[Any]:

@@ -45,11 +45,16 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: operator
 {{- end -}}
 
+{{/* A version as the value of a label: build metadata may be long, and begins with a plus. */}}
+{{- define "inferencefleet.labelled" -}}
+{{- . | replace "+" "_" | trunc 63 | trimAll "-_." -}}
+{{- end -}}
+
 {{- define "inferencefleet.labels" -}}
 {{ include "inferencefleet.selector" . }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/version: {{ include "inferencefleet.labelled" .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+helm.sh/chart: {{ include "inferencefleet.labelled" (printf "%s-%s" .Chart.Name .Chart.Version) }}
 {{- end -}}
 
 {{/* An image by digest, else by tag, else by the chart's appVersion. Arguments: the image, the root. */}}
