@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fleet_api.v1alpha1.base import DNS_LABEL, DNS_SUBDOMAIN
 from fleet_operator.leader.lease import Terms
 from fleet_operator.options import WebhookOptions, parse_options
 from fleet_operator.runtime.paths import expand
+from fleet_operator.settings import Platform
 from fleet_operator.webhook.manifests import configurations
 from tests.listening import ALWAYS, documented
 
@@ -82,6 +84,15 @@ def test_any_release_has_names_that_an_api_server_takes(release: str, namespace:
         strings = [meta.get("namespace", ""), *meta.get("labels", {}).values(), *_texts(one, ("namespace", "name", "values"))]
         strings += _texts(one, ("serviceAccountName", "priorityClassName", "resourceNames", "app.kubernetes.io/instance"))
         assert [said for said in strings if not isinstance(said, str)] == []
+
+
+def test_images_that_are_built_are_those_that_are_installed():
+    """`make images` tags them with the project's version; the chart and an operator without its arguments ask for theirs."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    platform = Platform()
+    asked = {yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]}
+    asked |= {image.rpartition(":")[2] for image in (platform.worker_image, platform.router_image)}
+    assert asked == {version}
 
 
 LABEL_VALUE = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
