@@ -190,8 +190,11 @@ def test_what_fetches_comes_to_every_node_of_its_tier():
     team, spot = ({"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in ("team", "spot"))
     decode = {"podTemplate": {"tolerations": [team, spot]}}
     spec = fetch_spec({"tolerations": [team]}, decode=decode, accelerator={"type": "h100-sxm"})
-    assert spec["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}, team, spot]
+    gpu, other = ({"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in ("nvidia.com/gpu", "amd.com/gpu"))
+    assert spec["tolerations"] == [gpu, team, spot]
     assert "limits" not in spec["containers"][0]["resources"], "no device"
+    decode = {"accelerator": {"type": "mi300x", "resource": "amd.com/gpu"}}
+    assert fetch_spec({}, decode=decode, accelerator={"type": "h100-sxm"})["tolerations"] == [gpu, other]
 
 
 def test_nodes_fetch_the_model_of_every_tier():

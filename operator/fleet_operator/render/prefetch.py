@@ -29,7 +29,7 @@ def render_fetch(fleet: InferenceFleet, wanted: FetchWanted, owner: Object, plat
     template = added[0] if added else PodTemplateSpec()
     model = fleet.model_of(tier)
     volumes, mounts, source = model_volumes(model)
-    device = tier.device_request("prefill") or tier.device_request("decode")
+    devices = dict.fromkeys(device[0] for role in ROLES if (device := tier.device_request(role)) is not None)
     spec: Object = {
         "containers": [
             {
@@ -62,7 +62,7 @@ def render_fetch(fleet: InferenceFleet, wanted: FetchWanted, owner: Object, plat
         "affinity": _only(wanted.node),
     }  # fmt: skip
     extend_volumes(spec, template, claims=False)  # its variables may name files there, such as the certificates of a proxy
-    own = [{"key": device[0], "operator": "Exists", "effect": "NoSchedule"}] if device is not None else []
+    own = [{"key": name, "operator": "Exists", "effect": "NoSchedule"} for name in devices]
     if found := [*own, *(toleration for one in added for toleration in tolerations(one))]:
         spec["tolerations"] = [toleration for index, toleration in enumerate(found) if toleration not in found[:index]]
     if template.service_account_name is not None:  # for its pull rights; no token is mounted
