@@ -14,9 +14,11 @@ from fleet_api.v1alpha1.podtemplate import Toleration
 from fleet_api.v1alpha1.routing import ToZeroSpec
 from fleet_api.v1alpha1.status import Condition, FleetStatus, RoleStatus, RolloutStatus, TierStatus, ZeroStatus
 from fleet_planner.memory import ScaleMemory
-from fleet_planner.prefetch import RETRY_S, fetch_name, held_back, model_keys, plan_prefetch, suits, tolerated
+from fleet_planner.prefetch import RETRY_S, fetch_name, held_back, model_keys, plan_prefetch, repairs, suits, tolerated
 from fleet_planner.reconcile import reconcile
+from fleet_planner.replicas import Replica
 from fleet_planner.types import Demand, FetchPod, Observed, ObservedNode, ObservedPod, ObservedPool, Template
+from fleet_planner.wanted import PodWanted
 from tests.fleet_planner.test_adapters import pod
 
 GPU = "nvidia.com/gpu"
@@ -372,6 +374,14 @@ def test_workers_that_were_there_come_back_while_more_wait(name: str):
     plan = reconcile(fleet(), replace(observed, pods=left, pools=pools(1, 2, scaled=4)), NOW)
     assert {pool.role: pool.replicas for pool in plan.pools} == {"prefill": 1, "decode": 4}
     assert sorted(one.name for one in plan.create) == made
+
+
+def test_a_plan_that_makes_few_at_a_time_makes_those_that_were_there_first():
+    """One of five is made in this pass: it is for the one of three that was lost, not for growth that waits."""
+    workers = [Replica((one,)) for one in running(("prefill", 1), ("decode", 2))]
+    one = PodWanted("w", "f-t-decode", "t", "decode", OLD, 2)
+    assert repairs([one], set(), workers, (1, 5), (1, 3)) == (one,)
+    assert repairs([one], set(), workers, (1, 5), (1, 2)) == ()
 
 
 def test_an_operator_that_starts_after_everything_was_lost_makes_it_anew_at_once():
