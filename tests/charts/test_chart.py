@@ -484,9 +484,12 @@ def test_an_overlay_adds_images_of_workers_and_routers_at_the_end():
         ({"scope": "cluster"}, "runs fleets of all namespaces.\n"),
         ({"scope": "cluster", "namespaceSelector": {"team": "a", "b": "c"}}, "runs fleets of namespaces with b=c,team=a.\n"),
         ({"scope": "cluster", "namespaceSelector": None}, "runs fleets of all namespaces.\n"),
+        ({}, "leaves the CRDs, and with them every fleet"),
+        ({"crds": {"keep": False}}, "deletes the CRDs and with them EVERY fleet"),
+        ({"crds": {"install": False}}, "The CRDs are not part of this release"),
     ],
 )
-def test_the_notes_name_the_namespaces_that_are_followed(values: dict[str, Any], words: str):
+def test_the_notes_say_what_is_followed_and_what_an_uninstall_takes_along(values: dict[str, Any], words: str):
     """With a selector they said `all namespaces`; without the value, as Helm takes one away by null, there was no release."""
     given = yaml.safe_dump(values)
     assert words in helm("install", "x", str(CHART), "-n", NAMESPACE, "--dry-run=client", "--values", "-", stdin=given)
