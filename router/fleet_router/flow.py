@@ -299,6 +299,7 @@ class Flow(Hedging):
             return False
         self._head_bytes, self.started, self._first, self._outcome = b"", False, True, "left"
         self._gaps, self._unended, self._before, self._tail, self._told = 0, 0, b"", b"", None
+        self.record.status, self.record.first_at = 0, 0.0
         self._keep_no_more()
         if self._translation is not None:
             self._translation.forget_partial()

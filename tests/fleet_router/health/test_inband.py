@@ -395,6 +395,8 @@ def test_an_answer_that_its_engine_gave_up_is_asked_of_another(path: str, chunke
         status, got = await rig.post({**BODIES[path], "stream": False}, path)
         assert (status, b"half" in got) == ((502, False) if also else (200, False))
         assert (b"the engine gave the answer up" in got) == bool(also)
+        (record,) = rig.context.recorder.records()
+        assert shown(record, 0.0)["status"] == status, "what the log says is what the client was told"
         assert rig.context.metrics.of("t", "r").errors == 1 + also
 
     run(go, prefill=0, decode=2)
