@@ -12,6 +12,7 @@ from fleet_router.dialect.responses_request import ResponsesRequest, chat_reques
 from fleet_router.dialect.translation import ENDED, ChatTranslation, event, parsed
 from fleet_router.errors import RequestError
 
+SERVER_ERRORS: Final = 500
 INCOMPLETE: Final = {
     "length": {"reason": "max_output_tokens"}, "content_filter": {"reason": "content_filter"},
     **{reason: {"reason": "content_filter", "message": words} for reason, words in ENDED.items()},
@@ -155,7 +156,8 @@ class Responses(ChatTranslation):
         """response.failed, and no response.completed."""
         told = b"" if self._created else self._begin(0)
         self._put_together()
-        response = {**self._response("failed", self._output), "error": {"code": "server_error", "message": str(error)}}
+        code = "server_error" if error.status >= SERVER_ERRORS else "invalid_prompt"
+        response = {**self._response("failed", self._output), "error": {"code": code, "message": str(error)}}
         return told + self._tell("response.failed", response=response)
 
     # -- whole ------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from fleet_router.health.inband import ABORT, GIVEN_UP, broke_off_with, words_of
 from fleet_wire.unreadable import UNREADABLE
 
 CHAT: Final = b"/v1/chat/completions"
+BAD_REQUEST: Final = 400
 PLACE: Final = re.compile(r"^messages\[\d+\]\.content\[\d+\]")
 """Of a content part, counted in the chat request: a dialect's client has sent other lists."""
 ENDED: Final[dict[str, str]] = {
@@ -172,8 +173,7 @@ class ChatTranslation(Translation):
             if self.broke:
                 return b""  # another worker may carry the stream on
             self.complete = True
-            words = (bytes(chunk.error) or payload)[:500].decode(errors="replace")
-            return self.failed(RequestError(502, f"the worker broke the stream off: {words}"))
+            return self.failed(self.refused(BAD_REQUEST, payload, ""))
         if chunk.choice is not None and chunk.choice.finish_reason == ABORT:
             self.broke = GIVEN_UP
             return b""

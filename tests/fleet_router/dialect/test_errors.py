@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from fleet_router.config import HttpBounds
+from fleet_router.ending import END, framed
 from tests.fleet_router.fake_worker import answer
 from tests.fleet_router.rig import CONFIG, LONG, Rig, run
 
@@ -123,6 +124,31 @@ def test_what_a_worker_refuses_is_told_in_the_clients_words(
         assert [worker.breaker.failures for worker in rig.context.table.workers.values()] == [0, 0]
 
     run(go)
+
+
+@pytest.mark.parametrize(("path", "kind"), [(MESSAGES, "invalid_request_error"), (RESPONSES, "invalid_prompt")])
+@pytest.mark.parametrize("param", [None, "thinking_token_budget"])
+def test_a_refusal_behind_a_streams_head_is_the_clients(path: str, kind: str, param: str | None):
+    """vLLM begins a stream before its engine has looked: thoughts in tokens of a model without a reasoning parser were
+    `api_error`, `the worker broke the stream off` and a piece of JSON, which clients send again and again."""
+
+    async def go(rig: Rig) -> None:
+        error = {"message": "thinking_token_budget is set", "type": "BadRequestError", "param": param, "code": 400}
+
+        async def refuses(_: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            writer.write(framed(b"data: %b\n\ndata: [DONE]\n\n" % json.dumps({"error": error}).encode()) + END)
+            return True
+
+        rig.decode[0].behave = refuses
+        _, body = await rig.post(asked(path, stream=True), path)
+        last = json.loads(body.rpartition(b"data: ")[2].split(b"\n")[0])
+        found = last["error"] if path == MESSAGES else last["response"]["error"]
+        words = "thinking.budget_tokens is set" if param and path == MESSAGES else "thinking_token_budget is set"
+        assert (found.get("type") or found["code"], found["message"]) == (kind, words)
+        assert rig.context.table.by_role["decode"][0].breaker.failures == 0
+
+    run(go, prefill=0)
 
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES, COUNT])
