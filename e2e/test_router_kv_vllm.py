@@ -78,9 +78,12 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 @contextmanager
 def routed(folder: Path, prefill: list[Worker], decode: Worker, config: RouterConfig) -> Iterator[None]:
     """A router that knows these."""
-    with ours("ours", ROUTER, [f"{one.ip}:8000" for one in prefill], [f"{decode.ip}:8000"], folder, config):
+    health = f"http://{ROUTER}/health"
+    with ours("ours", ROUTER, [f"{one.ip}:8000" for one in prefill], [f"{decode.ip}:8000"], folder, config, ready=health):
         told_of: list[tuple[Role, str]] = [*(("prefill", one.ip) for one in prefill), ("decode", decode.ip)]
         tell(folder / ROUTER.replace(":", "-"), told_of)
+        known = len(told_of)
+        until("they are known", lambda: told("endpoints{") == known, 60)
         yield
 
 

@@ -117,7 +117,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with (
         running(prefill, PREFILL, folder, **env),
         running(decode, DECODE, folder, **env),
-        ours("ours", ROUTER, [f"{PREFILL}:8000"], [f"{DECODE}:8000"], folder, CONFIG),
+        ours("ours", ROUTER, [f"{PREFILL}:8000"], [f"{DECODE}:8000"], folder, CONFIG, ready=f"http://{ROUTER}/health"),
     ):
         tell(folder / ROUTER.replace(":", "-"), [("prefill", PREFILL), ("decode", DECODE)])
         once = {"model": "tiny", "prompt": "hello", "max_tokens": 1}

@@ -1,8 +1,9 @@
-"""In a worker's PYTHONPATH: a torch engine of which one thing is otherwise, for rows about workers that are slow or poisoned.
+"""In a process's PYTHONPATH: one thing of it is otherwise, for rows about slow or poisoned torch engines, and about days.
 
 Python imports this by itself before anything else. Each variable that is set changes one module when it is imported:
 SLOW_S, seconds that each step takes longer; POISON_DIR, a folder: a pod whose uid is a file's name there says of each lease that
-it does not hold, after greetings as friendly as ever, while it answers and is ready.
+it does not hold, after greetings as friendly as ever, while it answers and is ready. AHEAD_S: what the clock says of the day and
+hour is so many seconds ahead.
 """
 
 from __future__ import annotations
@@ -73,3 +74,7 @@ for variable, name, change in (
 ):
     if variable in os.environ:
         sys.meta_path.insert(0, _Changed(name, change))
+
+if "AHEAD_S" in os.environ:
+    _now, _ahead_s = time.time, float(os.environ["AHEAD_S"])
+    time.time = lambda: _now() + _ahead_s

@@ -2,7 +2,8 @@
 others `event: error`. Text of a model is escaped JSON, in which no line begins so.
 
 And answers that an engine gives up: a vLLM that is told to end (SIGTERM, with requests that outlast the drain) ends each that
-runs, and each that still comes, with finish_reason "abort" and [DONE], as if it were whole."""
+runs with finish_reason "abort" and [DONE], as if it were whole; or, where it kills its engine before that is told (both were seen
+with 0.32), says nothing of them until its agent kills all of it."""
 
 from __future__ import annotations
 
