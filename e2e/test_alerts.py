@@ -77,6 +77,7 @@ def share(part: str, whole: str) -> tuple[Series, Series]:
 
 CASES: dict[str, tuple[Series, Series]] = {
     "InferenceFleetNotReady": told("Ready", "False", "WorkersLate", "Deleting"),
+    "InferenceFleetRoutersFailing": told("Available", "True", "RoutersFailing", "Serving"),
     "InferenceFleetKeptDeleted": told("Ready", "False", "HeldByFinalizer", "WorkersLate"),
     "InferenceFleetKvNotMoving": told("Disaggregating", "False", "KvFailing", "PairFailing"),
     "InferenceFleetKvReadLate": told("Disaggregating", "False", "KvReadLate", "KvFailing"),

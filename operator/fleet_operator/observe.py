@@ -32,7 +32,7 @@ from fleet_operator.names import (
 from fleet_operator.pool_sizes import Sizes, written_on
 from fleet_operator.render.worker import GRACE_SLACK_S
 from fleet_planner.roles import ROLES, Role
-from fleet_planner.types import AdapterSeen, FetchPod, ObservedPod, ObservedPool, RouterView
+from fleet_planner.types import AdapterSeen, FetchPod, ObservedPod, ObservedPool, RouterPod, RouterView
 from fleet_wire import endpoints
 from fleet_wire.endpoints import ENDPOINTS_KEY
 from fleet_wire.unreadable import UNREADABLE
@@ -308,14 +308,31 @@ def observe_router(deployment: Object | None, pods: Iterable[Object]) -> RouterV
     if deployment is None:
         return None
     status = deployment.get("status") or {}
-    told = [(pod["metadata"]["name"], pod.get("status") or {}) for pod in pods if "deletionTimestamp" not in pod["metadata"]]
-    told = [(name, said) for name, said in told if said.get("phase") not in ENDED]
-    words = [(name, pod_words.message(said.get("containerStatuses") or [], _scheduled(said))) for name, said in told]
+    alive = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+    told = [_router_pod(pod) for pod in alive if (pod.get("status") or {}).get("phase") not in ENDED]
+    refused = pod_words.refused(deployment)
     return RouterView(
         desired=deployment["spec"].get("replicas", 1),
         ready=status.get("readyReplicas", 0) or 0,
-        message=pod_words.router_message(deployment, words),
-        silent=next((name for name, said in words if not said), ""),
+        message=next((f"{pod.name}: {pod.message}" for pod in told if pod.message), refused),
+        silent=next((pod.name for pod in told if not pod.message), ""),
+        pods=tuple(told),
+        refused=refused,
+    )
+
+
+def _router_pod(pod: Object) -> RouterPod:
+    meta, status = pod["metadata"], pod.get("status") or {}
+    containers = status.get("containerStatuses") or []
+    ends = [_time(((one.get("lastState") or {}).get("terminated") or {}).get("finishedAt")) for one in containers]
+    return RouterPod(
+        name=meta["name"],
+        created_at=_time(meta.get("creationTimestamp")) or 0.0,
+        ready=any((c.get("type"), c.get("status")) == ("Ready", "True") for c in status.get("conditions") or []),
+        message=pod_words.message(containers, _scheduled(status)),
+        restarts=sum(one.get("restartCount", 0) for one in containers),
+        ended_at=max((at for at in ends if at is not None), default=None),
+        pending=status.get("phase", "Pending") == "Pending",
     )
 
 

@@ -62,16 +62,11 @@ def message(containers: Iterable[Mapping[str, Any]], scheduled: Mapping[str, Any
     return str(scheduled.get("message", ""))[-WORDS_MOST:] if scheduled.get("status") == "False" else ""
 
 
-def router_message(deployment: Object, pods: Iterable[tuple[str, str]]) -> str:
-    """Why no router is ready: what one of its `pods` (name, words) says, or why none can be made."""
-    told = [f"{name}: {words}" for name, words in pods if words]
+def refused(deployment: Object) -> str:
+    """Why no further pod of it can be made; empty when the API server takes them."""
     conditions = (deployment.get("status") or {}).get("conditions") or []
-    told += [
-        str(c.get("message", ""))[-WORDS_MOST:]
-        for c in conditions
-        if (c.get("type"), c.get("status")) == ("ReplicaFailure", "True")
-    ]
-    return next((words for words in told if words), "")
+    failed = (c for c in conditions if (c.get("type"), c.get("status")) == ("ReplicaFailure", "True"))
+    return next((words for c in failed if (words := str(c.get("message", ""))[-WORDS_MOST:])), "")
 
 
 def _waiting(container: Mapping[str, Any]) -> Mapping[str, Any]:

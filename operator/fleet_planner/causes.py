@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 from fleet_api.conditions import rfc3339
+from fleet_planner.crashes import is_often
 from fleet_planner.replicas import is_overdue
 from fleet_planner.roles import Role
-from fleet_planner.types import ObservedPod, RouterView
+from fleet_planner.types import ObservedPod, RouterPod, RouterView
 
 LOOK_AT_IT: Final = "look at podTemplate.schedulerName, and at that scheduler's log"
 CAUSES_MOST: Final = 3
@@ -21,9 +22,22 @@ UNSEEN_S: Final = 120.0
 minute."""
 ROUTER_TAKES_S: Final = 30.0
 """A router is ready when it knows a worker that serves: this long after the first one did, it is late."""
+ENDED_LATELY_S: Final = 3_600.0
+"""One that ends again and again is mostly ready: for so long after its last end it is told of, and not anew with each of them."""
 
 
-def grouped(pods: Sequence[ObservedPod], words: Callable[[ObservedPod], str]) -> str:
+class Named(Protocol):
+    """A pod."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+
+Pod = TypeVar("Pod", bound=Named)
+
+
+def grouped(pods: Sequence[Pod], words: Callable[[Pod], str]) -> str:
     """Each cause once, with the names of the pods that give it; empty causes are none."""
     found: dict[str, list[str]] = {}
     for pod in pods:
@@ -73,6 +87,24 @@ def router_words(router: RouterView | None) -> str:
     if router is None or not (router.message or router.silent):
         return ""
     return f": {router.message or f'{router.silent} runs and does not become ready: look at its log'}"
+
+
+def routers_failing(router: RouterView, deadline_s: float, now: float) -> str:
+    """Routers that fail while others serve, and why there are no more; empty when all are well, or only begin."""
+    words = grouped(router.pods, lambda pod: _router_fails(pod, deadline_s, now))
+    return "; ".join(part for part in (words, router.refused) if part)
+
+
+def _router_fails(pod: RouterPod, deadline_s: float, now: float) -> str:
+    again = f" ({pod.restarts} restarts)" if pod.restarts > 1 else ""
+    if not pod.ready and pod.message:
+        return pod.message + again
+    lately = pod.ended_at is not None and abs(now - pod.ended_at) < ENDED_LATELY_S
+    if lately and is_often(pod.restarts, pod.created_at, now):
+        return (pod.message or "ends again and again") + again
+    if pod.pending and now - pod.created_at > deadline_s:  # a Secret or a volume that is not there: nobody says so but events
+        return f"not started since {rfc3339(pod.created_at)}: look at its events"
+    return ""
 
 
 def _why(pod: ObservedPod, now: float) -> str:

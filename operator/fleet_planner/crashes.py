@@ -33,16 +33,16 @@ def _crashes(worker: Replica) -> int:
     return max(pod.crashes for pod in worker.pods)
 
 
-def _is_often(worker: Replica, now: float) -> bool:
-    days = max(1.0, (now - worker.leader.created_at) / DAY_S)
-    return _crashes(worker) >= CRASHES_LEAST * days
+def is_often(crashes: int, created_at: float, now: float) -> bool:
+    """Whether so many are no chance in the life of a pod."""
+    return crashes >= CRASHES_LEAST * max(1.0, (now - created_at) / DAY_S)
 
 
 def _words(workers: Sequence[Replica], now: float) -> str:
     """Of the role that has any, the worker that crashed most often; empty when none does, or when its node may be why."""
     for role in ROLES:
         mine = [one for one in workers if one.role == role]
-        bad = [one for one in mine if _is_often(one, now)]
+        bad = [one for one in mine if is_often(_crashes(one), one.leader.created_at, now)]
         nodes = {pod.node for one in bad for pod in one.pods}
         well = any(one.ready and not _crashes(one) and nodes.isdisjoint(pod.node for pod in one.pods) for one in mine)
         if bad and not (well and len(nodes) == 1):

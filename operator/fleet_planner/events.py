@@ -49,6 +49,7 @@ SEVERE: Final = frozenset(
         "RdmaEmulated",
         "RoleMismatch",
         "RolledBack",
+        "RoutersFailing",
         "SourceFailed",
         "Stuck",
         "TcpFallback",

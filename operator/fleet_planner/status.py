@@ -15,7 +15,17 @@ from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import adapter_statuses, adapters_loaded
 from fleet_planner.canary import overdue
 from fleet_planner.capacity import QUOTA_WORDS
-from fleet_planner.causes import LOOK_AT_IT, grouped, router_begins, router_words, stuck, unready, unready_too_long, unseen
+from fleet_planner.causes import (
+    LOOK_AT_IT,
+    grouped,
+    router_begins,
+    router_words,
+    routers_failing,
+    stuck,
+    unready,
+    unready_too_long,
+    unseen,
+)
 from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.fabric import disaggregating, transport_verified
 from fleet_planner.gang import workers_of
@@ -37,6 +47,8 @@ FAILING_RESTARTS = 1
 AT_ZERO = "AtZero"
 WAKING = "Waking"
 """Reasons of Available and Ready: nothing runs because nobody asks; somebody asks and nothing serves yet."""
+ROUTERS_FAILING = "RoutersFailing"
+"""Of both as well: others of its routers answer."""
 STARTING = "WorkersStarting"
 BEGINNING = (STARTING, WAKING)
 """Reasons of a tier that has not served yet, and that nobody is woken for."""
@@ -255,13 +267,11 @@ def _available(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Obs
     if observed.router is None or observed.router.ready < 1:
         reason = "RouterStarting" if router_begins(observed.router, observed.pods, now) else "NoRouter"
         return "False", reason, f"no router pod is ready{router_words(observed.router)}"
-    if all(_rests(tier) for tier in tiers):
-        return (
-            "True",
-            AT_ZERO,
-            f"no workers; the first request to {_scheme(fleet)}://{fleet.metadata.name}-router is held and wakes them",
-        )
-    return "True", "Serving", f"{_scheme(fleet)}://{fleet.metadata.name}-router answers"
+    url, rests = f"{_scheme(fleet)}://{fleet.metadata.name}-router", all(_rests(tier) for tier in tiers)
+    words = f"no workers; the first request to {url} is held and wakes them" if rests else f"{url} answers"
+    if failing := routers_failing(observed.router, fleet.spec.rollout.progress_deadline_s, now):
+        return "True", ROUTERS_FAILING, f"{words}; {failing}"
+    return "True", AT_ZERO if rests else "Serving", words
 
 
 def _unserved(fleet: InferenceFleet, tier: TierStatus, observed: Observed, now: float) -> Verdict:
@@ -408,6 +418,6 @@ def _ready(verdicts: dict[ConditionType, Verdict]) -> Verdict:
         return "False", "NotProvisioned", provisioned[2]
     if available[0] != "True":
         return available
-    if available[1] == AT_ZERO:
-        return "True", AT_ZERO, available[2]
+    if available[1] in (AT_ZERO, ROUTERS_FAILING):
+        return available
     return "True", "AllGood", "the fleet serves"

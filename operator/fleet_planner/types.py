@@ -253,6 +253,22 @@ class TierTelemetry:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterPod:
+    """One pod of a router that is not on its way out."""
+
+    name: str
+    created_at: float
+    ready: bool = False
+    message: str = ""
+    """The kubelet's or the scheduler's words; of one that is ready: about the end before its last start."""
+    restarts: int = 0
+    ended_at: float | None = None
+    """When its container ended the last time, by its node's clock."""
+    pending: bool = False
+    """Its containers have not been started yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class RouterView:
     """The router Deployment."""
 
@@ -261,6 +277,9 @@ class RouterView:
     message: str = ""
     silent: str = ""
     """Name of a pod that is not ready and says nothing; empty where a message explains why none is."""
+    pods: tuple[RouterPod, ...] = ()
+    refused: str = ""
+    """Why the API server takes no further pod of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,7 @@ SAID: dict[str, tuple[str, ...]] = {
     "NotProvisioned": (),  # it may serve: NotProvisioned, of Provisioned
     "NoRouter": ("NotReady",),
     "PairFailing": ("KvPathsFail",),
+    "RoutersFailing": ("RoutersFailing",),
     "SourceFailed": ("TelemetryStale",),
     "Waking": (),  # for as long as it may take: then it is late
     "WorkerPoisoned": ("KvPathsFail",),

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from fleet_operator.names import FLIP
-from fleet_operator.observe import observe_pods, observe_router
+from fleet_operator.observe import observe_pods, observe_router, timestamp
 from fleet_operator.pod_words import last_words
 from fleet_operator.recorder import render_event
 from fleet_planner.events import Event
+from fleet_planner.types import RouterPod
 
 PULL = 'Back-off pulling image "w:9": ErrImagePull: failed to resolve reference "w:9": not found'
 BACK_OFF = "back-off 5m0s restarting failed container=worker pod=f-t-decode-a-0_ml(u)"
@@ -202,3 +203,39 @@ def test_when_the_grace_of_a_worker_that_goes_is_over(meta: dict[str, Any], gone
     }
     (seen,) = observe_pods([pod])
     assert seen.gone_by == gone_by
+
+
+MADE_AT, ENDED_AT = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
+AGAIN = {
+    "name": "router",
+    "state": {"running": {"startedAt": "2026-01-01T00:01:10Z"}},
+    "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled", "finishedAt": ENDED_AT}},
+    "restartCount": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (
+            {"phase": "Running", "containerStatuses": [AGAIN], "conditions": [{"type": "Ready", "status": "True"}]},
+            {"ready": True, "message": "OOMKilled", "restarts": 4, "ended_at": timestamp(ENDED_AT)},
+        ),
+        ({"phase": "Running", "conditions": [{"type": "Ready", "status": "False"}]}, {}),
+        ({"phase": "Pending", "containerStatuses": [waiting("ContainerCreating")]}, {"pending": True}),
+        ({"phase": "Pending", "conditions": [NO_NODE]}, {"pending": True, "message": "0/2 nodes are available"}),
+        ({}, {"pending": True}),
+        (
+            {"phase": "Running", "containerStatuses": [{**AGAIN, "lastState": {"terminated": {"finishedAt": "soon"}}}]},
+            {"restarts": 4},
+        ),
+    ],
+)
+def test_routers_are_seen_one_by_one(status: dict[str, Any], expected: dict[str, Any]):
+    """Only whether any of them was ready was known."""
+    pods = [{"metadata": {"name": "f-router-x", "creationTimestamp": MADE_AT}, "status": status}, *EVICTED]
+    failure = [{"type": "ReplicaFailure", "status": "True", "message": "exceeded quota"}]
+    seen = observe_router({"spec": {"replicas": 2}, "status": {"conditions": failure}}, pods)
+    assert seen is not None
+    assert seen.pods == (RouterPod("f-router-x", created_at=timestamp(MADE_AT) or 0.0, **expected),)
+    assert seen.refused == "exceeded quota"

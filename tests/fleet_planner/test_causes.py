@@ -11,7 +11,7 @@ from fleet_api.v1alpha1.status import Condition, FleetStatus
 from fleet_planner.causes import ROUTER_TAKES_S, SILENT_S, UNSEEN_S
 from fleet_planner.events import Pass, events_of
 from fleet_planner.reconcile import reconcile
-from fleet_planner.types import Observed, ObservedPod, Problem, RouterView
+from fleet_planner.types import Observed, ObservedPod, Problem, RouterPod, RouterView
 from tests.fleet_planner.test_reconcile import NOW, carry_out, fleet, start
 
 HALF_AN_HOUR_S = 1_800.0
@@ -154,6 +154,49 @@ def test_a_router_that_only_begins_is_no_alarm(serving: Observed, router: Router
 def test_a_router_that_says_nothing_is_named(serving: Observed):
     told = condition("Available", replace(serving, router=RouterView(1, 0, silent="f-router-x")), NOW + ROUTER_TAKES_S)[2]
     assert told == "no router pod is ready: f-router-x runs and does not become ready: look at its log"
+
+
+WELL = RouterPod("f-router-a", created_at=NOW, ready=True)
+OOM = RouterPod("f-router-b", created_at=NOW, message="OOMKilled", restarts=1)
+ENDS_AGAIN = replace(OOM, ready=True, restarts=3, ended_at=NOW)
+WITHOUT_SECRET = RouterPod("f-router-b", created_at=NOW, pending=True)
+HOUR_S, DAY_S = 3_600.0, 86_400.0
+
+
+@pytest.mark.parametrize(
+    ("router", "after_s", "told"),
+    [
+        (RouterView(2, 2, pods=(WELL, replace(WELL, name="f-router-b"))), 0.0, ""),
+        (RouterView(2, 1, pods=(WELL, RouterPod("f-router-b", created_at=NOW))), DAY_S, ""),  # it says nothing: it begins
+        (RouterView(2, 1, pods=(WELL, OOM)), 0.0, "f-router-b: OOMKilled"),
+        (RouterView(2, 2, pods=(WELL, replace(OOM, ready=True, ended_at=NOW))), 0.0, ""),  # once, and it is well again
+        (RouterView(2, 2, pods=(WELL, ENDS_AGAIN)), HOUR_S - 1, "f-router-b: OOMKilled (3 restarts)"),
+        (RouterView(2, 2, pods=(WELL, ENDS_AGAIN)), HOUR_S, ""),
+        (RouterView(2, 2, pods=(WELL, replace(ENDS_AGAIN, created_at=NOW - 2 * DAY_S))), 1.0, ""),  # not three times a day
+        (RouterView(2, 2, pods=(WELL, replace(ENDS_AGAIN, message=""))), 1.0, "f-router-b: ends again and again (3 restarts)"),
+        (RouterView(1, 1, pods=(replace(ENDS_AGAIN, name="f-router-a"),)), 1.0, "f-router-a: OOMKilled (3 restarts)"),
+        (RouterView(2, 2, pods=(WELL, WITHOUT_SECRET)), HALF_AN_HOUR_S, ""),
+        (
+            RouterView(2, 2, pods=(WELL, WITHOUT_SECRET)),
+            HALF_AN_HOUR_S + 1,
+            "f-router-b: not started since 1970-01-01T00:16:40Z: look at its events",
+        ),
+        (RouterView(2, 1, pods=(WELL,), refused='"f-router-b" is forbidden: exceeded quota'), 0.0, "exceeded quota"),
+    ],
+)
+def test_one_router_of_several_that_fails_is_told(serving: Observed, router: RouterView, after_s: float, told: str):
+    """Of two routers one ended again and again (OOM), or had no image, node or Secret: AllGood, without event and alert, while
+    half of the connections broke, or until the other one went, too."""
+    observed, now = replace(serving, router=router), NOW + after_s
+    status, reason, message = condition("Available", observed, now)
+    assert (status, reason) == ("True", "RoutersFailing" if told else "Serving")
+    assert message.startswith("http://f-router answers")
+    assert message.endswith(told)
+    if told:
+        assert condition("Ready", observed, now) == (status, reason, message), "the column REASON of kubectl get ifleet"
+    ill = reconcile(fleet(), observed, now).status
+    events = events_of(reconcile(fleet(), replace(serving, router=RouterView(2, 2, pods=(WELL,))), now).status, ill, Pass())
+    assert [(e.type, e.reason) for e in events] == ([("Warning", "RoutersFailing")] if told else [])
 
 
 def test_the_reason_of_ready_is_the_cause(serving: Observed):

@@ -74,6 +74,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "QuotaExceeded": ("CapacityLimited", "True", "Warning", "Warning"),
     "RoleMismatch": ("WithinRatio", "True", "Warning", "Warning"),
     "RolledBack": ("RollingOut", "False", "Warning", "Warning"),
+    "RoutersFailing": ("Available", "True", "Warning", "Warning"),
     "RouterStarting": ("Available", "False", "", "Warning"),
     "Serving": ("Available", "True", "", ""),
     "SourceFailed": ("TelemetryFresh", "Unknown", "Warning", "Warning"),
