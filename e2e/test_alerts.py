@@ -47,6 +47,8 @@ GOAL = 'fleet_operator_fleet_slo_seconds{{namespace="ml", fleet="f", latency="{}
 WORKERS = 'fleet_operator_fleet_workers{{namespace="ml", fleet="f", tier="t", role="decode", state="{}"}}'
 NO_DECODE = f'fleet_router_endpoints{{{OF}, role="decode"}}'
 
+UP, STARTED = f"fleet_agent_engine_up{{{OF}}}", f"fleet_agent_engine_start_seconds{{{OF}}}"
+
 
 def requests(code: int) -> str:
     return f'fleet_router_requests_total{{{OF}, code="{code}"}}'
@@ -171,12 +173,16 @@ CASES: dict[str, tuple[Series, Series]] = {
     ),
     "InferenceFleetGossipKeyOutdated": above("fleet_router_gossip_key_outdated", 1, 0),
     "InferenceFleetGossipRefused": grows("fleet_router_gossip_refused_total"),
-    "InferenceFleetEngineDown": above("fleet_agent_engine_up", 0, 1),
+    "InferenceFleetEngineDown": (
+        [(UP, "1x20 0x40"), (STARTED, "90x60"), (condition("Available", "True"), "1x60")],
+        [(UP, "_x5 0x50"), (condition("Available", "True"), "1x60")],  # its model loads for forty minutes
+    ),
     "InferenceFleetWorkerNotReady": tuple(
-        [(f"fleet_agent_{name}{{{OF}, role=\"{role}\"}}", f"{value}x60")
-         for role, draining, up in workers for name, value in (("ready", 0), ("draining", draining), ("engine_up", up))]
-        for workers in ([("decode", 0, 1)], [("prefill", 1, 1), ("decode", 0, 0)])  # of the latter EngineDown speaks
-    ),  # type: ignore[dict-item]
+        [(condition("Available", status), "1x60"),
+         *((f"fleet_agent_{name}{{{OF}, role=\"{role}\"}}", f"{value}x60")
+           for role, draining, up in workers for name, value in (("ready", 0), ("draining", draining), ("engine_up", up)))]
+        for status, workers in (("True", [("decode", 0, 1)]), ("True", [("prefill", 1, 1), ("decode", 0, 0)]))
+    ),  # type: ignore[dict-item]  # of the latter EngineDown speaks
     "InferenceFleetLogLinesLost": grows("fleet_agent_log_dropped_total"),
     "InferenceFleetMemlockTooSmall": (above("fleet_agent_memlock_bytes", 65_536, 0)[0], []),
     "InferenceFleetSlowNic": tuple(
@@ -274,6 +280,28 @@ def test_who_leads_the_operator_is_no_news_of_a_fleet(tmp_path: Path):
         *over_a_change_of_leader("InferenceFleetNotReady", condition("Available", "False", "WorkersFailing"), "1"),
         *over_a_change_of_leader("InferenceFleetTtftMissed", GOAL.format("ttft"), "0.995", *slow),
     ]
+    (tmp_path / "tests.yaml").write_text(
+        yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests})
+    )
+    promtool("test", "rules", str(tmp_path / "tests.yaml"))
+
+
+@pytest.mark.smoke
+def test_workers_that_load_for_long_or_of_a_fleet_that_does_not_serve_are_no_alert_each(tmp_path: Path):
+    """EngineDown spoke of each worker whose model loads for longer than a quarter of an hour, at every start; of one that ended
+    again and again it never did; and of a fleet that did not serve it spoke once for each worker, beside NotReady."""
+    serves, not_ready = [(condition("Available", "True"), "1x100")], f"fleet_agent_ready{{{OF}}}"
+    lost = [(condition("Available", "False", "WorkersFailing"), "1x100")]
+    draining = (f"fleet_agent_draining{{{OF}}}", "0x100")
+    tests = [
+        asked("InferenceFleetEngineDown", [(UP, "0x100"), *serves], 1),
+        asked("InferenceFleetEngineDown", [(UP, "0x3 stale _x4 " * 12), *serves], 1),
+        asked("InferenceFleetEngineDown", [(UP, "1x60 0x40"), (STARTED, "90x100"), *lost], None),
+        asked("InferenceFleetEngineDown", [(UP, "0x100"), *lost], None),
+        asked("InferenceFleetWorkerNotReady", [(UP, "1x100"), (not_ready, "0x100"), draining, *lost], None),
+    ]
+    for test in tests:
+        test["promql_expr_test"][0]["eval_time"] = "90m"
     (tmp_path / "tests.yaml").write_text(
         yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests})
     )
