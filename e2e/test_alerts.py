@@ -105,6 +105,10 @@ CASES: dict[str, tuple[Series, Series]] = {
         [('fleet_operator_leader{namespace="a", job="o", pod="1"}', "0x60"),
          ('fleet_operator_leader{namespace="a", job="o", pod="2"}', "1x60")],
     ),
+    "InferenceFleetUnattended": (
+        [(NO_DECODE, "2x60"), ('fleet_operator_fleet_condition{namespace="ml", fleet="of-another", condition="Ready"}', "1x60")],
+        [(NO_DECODE, "2x60"), (condition("Ready", "False"), "1x60")],
+    ),
     "InferenceFleetWritesFail": (
         grows("fleet_operator_errors_total", 'reason="Forbidden"')[0],
         grows("fleet_operator_errors_total", 'reason="Conflict"')[0],
