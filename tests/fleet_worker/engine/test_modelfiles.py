@@ -43,13 +43,17 @@ def with_config(folder: Path, **change: Any) -> Path:
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "sliding_window attention"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type=yarn"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),
-        ({"num_attention_heads": 0, "head_dim": None}, "config.json"),
+        ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0, at least 1"),
         ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
-        ({"num_hidden_layers": 0}, "layers is 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, at least 1"),
+        ({"hidden_size": 0}, "hidden_size is 0, at least 1"),
+        ({"hidden_size": 2.5}, "hidden_size 2.5 is no whole number"),
+        ({"hidden_size": None}, "hidden_size is missing"),
         ({"head_dim": 33}, "head_dim 33 is odd"),
-        ({"vocab_size": "many"}, "config.json"),
+        ({"vocab_size": "many"}, "vocab_size 'many' is no finite number"),
         ({"eos_token_id": 4096}, "eos_token_id \\[4096\\] is outside the vocabulary of 1024"),
-        ({"rope_scaling": 7}, "config.json"),
+        ({"rope_scaling": 7}, "rope_scaling 7 is no object"),
+        ({"rope_parameters": [1]}, "rope_parameters \\[1\\] is no object"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, at most 1024"),
         ({"vocab_size": 10**10}, "vocab_size is 10000000000, at most"),
         ({"hidden_size": 10**7, "head_dim": 32}, "hidden_size is 10000000, at most"),
@@ -57,13 +61,53 @@ def with_config(folder: Path, **change: Any) -> Path:
         ({"num_attention_heads": 10**6}, "num_attention_heads is 1000000, at most"),
         ({"head_dim": 10**6}, "head_dim is 1000000, at most"),
         ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000, at most"),
-        ({"vocab_size": 1e400}, "config.json"),
+        ({"vocab_size": 1e400}, "vocab_size inf is no finite number"),
         ({"eos_token_id": list(range(2_000))}, "eos_token_id"),
     ],
 )
 def test_a_config_that_cannot_be_run_exactly_is_refused_by_name(tmp_path: Path, change: dict[str, Any], words: str):
     with pytest.raises(ModelFilesError, match=words):
         read_config(with_config(tmp_path, **change))
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, "x", True, 10**400])
+@pytest.mark.parametrize(
+    "field", ["rms_norm_eps", "rope_theta", *(f"rope_scaling.{name}" for name in LLAMA3 if name != "rope_type")]
+)
+def test_a_number_with_which_every_answer_is_nonsense_is_refused_by_name(tmp_path: Path, field: str, value: Any):
+    outer, _, inner = field.partition(".")
+    with pytest.raises(ModelFilesError, match=f"config.json: {field} "):
+        read_config(with_config(tmp_path, **{outer: {**LLAMA3, inner: value} if inner else value}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
+        ({"rope_theta": 0}, "rope_theta 0 is not above 0"),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": float("nan")}}, "rope_theta nan is no finite number"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1}}, "low_freq_factor 1 is not below high_freq_factor 1"),
+        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 0.5}}, "embeddings 0.5 is no whole number"),
+    ],
+)
+def test_numbers_of_rotation_and_norm_that_divide_by_zero_are_refused_by_name(tmp_path: Path, change: dict[str, Any], words: str):
+    with pytest.raises(ModelFilesError, match=words):
+        read_config(with_config(tmp_path, **change))
+
+
+def test_a_number_is_the_same_however_it_is_written(tmp_path: Path):
+    """Workers of one model compare digests that are made of it."""
+    whole = repr(read_config(with_config(tmp_path, rope_theta=500_000, rope_scaling=LLAMA3)))
+    real = {name: value if name == "rope_type" else float(value) for name, value in LLAMA3.items()}
+    assert (
+        repr(read_config(with_config(tmp_path, rope_theta=5e5, rope_scaling=real, hidden_size=float(CONFIG["hidden_size"]))))
+        == whole
+    )
+    assert "rope_theta=500000.0" in whole
+    assert "RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64)" in whole
 
 
 @pytest.mark.parametrize(

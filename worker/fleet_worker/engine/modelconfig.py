@@ -83,8 +83,8 @@ def read_config(folder: Path) -> ModelConfig:
         raise ModelFilesError(f"{folder}/config.json: quantization_config is not supported by the torch engine")
     try:
         return _checked(_typed(raw, architecture, _eos_ids(raw, folder)))
-    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise ModelFilesError(f"{folder}/config.json: {type(error).__name__} at field {error}") from error
+    except ValueError as error:
+        raise ModelFilesError(f"{folder}/config.json: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -100,22 +100,23 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _typed(raw: dict[str, Any], architecture: str, eos_ids: tuple[int, ...]) -> ModelConfig:
-    heads = int(raw["num_attention_heads"])
-    rope = raw.get("rope_parameters") or {}  # newer transformers nest theta and scaling here
+    hidden, heads = _whole(raw.get("hidden_size"), "hidden_size"), _whole(raw.get("num_attention_heads"), "num_attention_heads")
+    rope = _object(raw, "rope_parameters")  # newer transformers nest theta and scaling here
+    thetas = (raw.get("rope_theta"), rope.get("rope_theta"), 10_000.0)
     qwen = architecture == "Qwen2ForCausalLM"
     return ModelConfig(
         architecture=architecture,
-        vocab_size=int(raw["vocab_size"]),
-        hidden=int(raw["hidden_size"]),
-        intermediate=int(raw["intermediate_size"]),
-        layers=int(raw["num_hidden_layers"]),
+        vocab_size=_whole(raw.get("vocab_size"), "vocab_size"),
+        hidden=hidden,
+        intermediate=_whole(raw.get("intermediate_size"), "intermediate_size"),
+        layers=_whole(raw.get("num_hidden_layers"), "num_hidden_layers"),
         heads=heads,
-        kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
-        max_positions=int(raw["max_position_embeddings"]),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
-        rope_scaling=_rope_scaling(raw.get("rope_scaling") or rope),
+        kv_heads=_whole(raw.get("num_key_value_heads") or heads, "num_key_value_heads"),
+        head_dim=_whole(raw.get("head_dim") or hidden // max(heads, 1), "head_dim"),
+        max_positions=_whole(raw.get("max_position_embeddings"), "max_position_embeddings"),
+        norm_eps=_real(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
+        rope_theta=_above_0(next(theta for theta in thetas if theta is not None), "rope_theta"),
+        rope_scaling=_rope_scaling(_object(raw, "rope_scaling") or rope),
         tied=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=qwen or bool(raw.get("attention_bias", False)),
         output_bias=not qwen and bool(raw.get("attention_bias", False)),
@@ -130,7 +131,7 @@ def _checked(config: ModelConfig) -> ModelConfig:
     """Numbers that would only fail inside a step; ValueError names the field."""
     for name, (field, most) in MOST.items():
         if getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}, at least 1 is needed")
+            raise ValueError(f"{field} is {getattr(config, name)}, at least 1 is needed")
         if getattr(config, name) > most:
             raise ValueError(f"{field} is {getattr(config, name)}, at most {most} is served")
     if config.max_positions * config.head_dim > MAX_ROTARY:
@@ -139,6 +140,8 @@ def _checked(config: ModelConfig) -> ModelConfig:
         raise ValueError(f"eos_token_id lists {len(config.eos_ids)} tokens, at most {MAX_EOS_IDS} are served")
     if config.heads % config.kv_heads:
         raise ValueError(f"num_attention_heads {config.heads} is no multiple of num_key_value_heads {config.kv_heads}")
+    if config.norm_eps < 0:
+        raise ValueError(f"rms_norm_eps {config.norm_eps} is negative")
     if config.head_dim % 2:
         raise ValueError(f"head_dim {config.head_dim} is odd")
     if any(not 0 <= token < config.vocab_size for token in config.eos_ids):
@@ -152,12 +155,40 @@ def _rope_scaling(raw: dict[str, Any]) -> RopeScaling | None:
         return None
     if kind != "llama3":
         raise ValueError(f"rope_scaling.rope_type={kind} (supported: default, llama3)")
-    return RopeScaling(
-        factor=float(raw["factor"]),
-        low_freq_factor=float(raw["low_freq_factor"]),
-        high_freq_factor=float(raw["high_freq_factor"]),
-        original_max_positions=int(raw["original_max_position_embeddings"]),
-    )
+    given = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    factor, low, high, positions = (_above_0(raw.get(name), f"rope_scaling.{name}") for name in given)
+    if low >= high:
+        raise ValueError(f"rope_scaling.low_freq_factor {low:g} is not below high_freq_factor {high:g}")
+    return RopeScaling(factor, low, high, _whole(positions, "rope_scaling.original_max_position_embeddings"))
+
+
+def _object(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    found = raw.get(name) or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} {found!r} is no object")
+    return found
+
+
+def _whole(found: Any, name: str) -> int:
+    if (number := _real(found, name)) != int(number):
+        raise ValueError(f"{name} {found!r} is no whole number")
+    return int(number)
+
+
+def _above_0(found: Any, name: str) -> float:
+    if (number := _real(found, name)) <= 0:
+        raise ValueError(f"{name} {found!r} is not above 0")
+    return number
+
+
+def _real(found: Any, name: str) -> float:
+    """A number that is finite: with any other one each answer is nonsense, or none. A float however it was written: digests of
+    models are made of it."""
+    if found is None:
+        raise ValueError(f"{name} is missing")
+    if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) < sys.float_info.max:
+        raise ValueError(f"{name} {found!r} is no finite number")
+    return float(found)
 
 
 def read_defaults(folder: Path) -> Defaults:
