@@ -459,9 +459,17 @@ def test_weights_of_half_precision_have_a_digest(tiny: Path):
     )
 
 
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
+}  # fmt: skip
+WIDE = {"rope_type": "default", "rope_theta": 5e5}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "llama3-rope": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                                     "original_max_position_embeddings": 256}},
+    "llama3-rope": {"rope_scaling": LLAMA3},
+    "theta-nested": {"rope_theta": None, "rope_parameters": WIDE},
+    "theta-twice": {"rope_theta": 1e4, "rope_parameters": WIDE},
+    "theta-in-scaling": {"rope_theta": None, "rope_scaling": {**LLAMA3, "rope_theta": 5e5}},
+    "scaling-and-parameters": {"rope_scaling": LLAMA3, "rope_parameters": WIDE},
+    "context-beside-scaling": {"rope_scaling": LLAMA3, "original_max_position_embeddings": 64},
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},

@@ -101,8 +101,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _typed(raw: dict[str, Any], architecture: str, eos_ids: tuple[int, ...]) -> ModelConfig:
     hidden, heads = _whole(raw.get("hidden_size"), "hidden_size"), _whole(raw.get("num_attention_heads"), "num_attention_heads")
-    rope = _object(raw, "rope_parameters")  # newer transformers nest theta and scaling here
-    thetas = (raw.get("rope_theta"), rope.get("rope_theta"), 10_000.0)
+    rope = _object(raw, "rope_scaling") or _object(raw, "rope_parameters")  # one of both, as transformers and vLLM read them
+    thetas = (rope.get("rope_theta"), raw.get("rope_theta"), 10_000.0)
     qwen = architecture == "Qwen2ForCausalLM"
     return ModelConfig(
         architecture=architecture,
@@ -116,7 +116,7 @@ def _typed(raw: dict[str, Any], architecture: str, eos_ids: tuple[int, ...]) -> 
         max_positions=_whole(raw.get("max_position_embeddings"), "max_position_embeddings"),
         norm_eps=_real(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
         rope_theta=_above_0(next(theta for theta in thetas if theta is not None), "rope_theta"),
-        rope_scaling=_rope_scaling(_object(raw, "rope_scaling") or rope),
+        rope_scaling=_rope_scaling(rope, raw.get("original_max_position_embeddings")),
         tied=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=qwen or bool(raw.get("attention_bias", False)),
         output_bias=not qwen and bool(raw.get("attention_bias", False)),
@@ -149,14 +149,18 @@ def _checked(config: ModelConfig) -> ModelConfig:
     return config
 
 
-def _rope_scaling(raw: dict[str, Any]) -> RopeScaling | None:
+def _rope_scaling(raw: dict[str, Any], original: Any) -> RopeScaling | None:
+    """`original`: the context beside the scaling, which goes before the one in it."""
     kind = raw.get("rope_type") or raw.get("type") or "default"
     if kind == "default":
         return None
     if kind != "llama3":
         raise ValueError(f"rope_scaling.rope_type={kind} (supported: default, llama3)")
-    given = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    factor, low, high, positions = (_above_0(raw.get(name), f"rope_scaling.{name}") for name in given)
+    context = "original_max_position_embeddings"
+    given = {name: raw.get(name) for name in ("factor", "low_freq_factor", "high_freq_factor")} | {
+        context: original or raw.get(context)
+    }
+    factor, low, high, positions = (_above_0(found, f"rope_scaling.{name}") for name, found in given.items())
     if low >= high:
         raise ValueError(f"rope_scaling.low_freq_factor {low:g} is not below high_freq_factor {high:g}")
     return RopeScaling(factor, low, high, _whole(positions, "rope_scaling.original_max_position_embeddings"))
