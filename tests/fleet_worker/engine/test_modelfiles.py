@@ -40,6 +40,10 @@ def with_config(folder: Path, **change: Any) -> Path:
         ({"quantization_config": {"a": 1}}, "quantization_config"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding_window attention"),
         ({"architectures": ["MistralForCausalLM"]}, "sliding_window attention"),  # transformers: 4096 unless it says null
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 64, "use_sliding_window": False},
+            "sliding_window attention",
+        ),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "sliding_window attention"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type=yarn"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),

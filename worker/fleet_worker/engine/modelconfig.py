@@ -77,7 +77,7 @@ def read_config(folder: Path) -> ModelConfig:
         )
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelFilesError(f"{folder}/config.json: hidden_act {raw['hidden_act']!r} is not supported; supported: silu")
-    if raw.get("sliding_window", WINDOW) and raw.get("use_sliding_window", architecture == "MistralForCausalLM"):
+    if raw.get("sliding_window", WINDOW) and (architecture == "MistralForCausalLM" or raw.get("use_sliding_window")):
         raise ModelFilesError(f"{folder}/config.json: sliding_window attention is not supported")
     if raw.get("quantization_config"):
         raise ModelFilesError(f"{folder}/config.json: quantization_config is not supported by the torch engine")
