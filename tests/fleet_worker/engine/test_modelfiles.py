@@ -464,7 +464,8 @@ def test_weights_of_half_precision_have_a_digest(tiny: Path):
 
 
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
 }  # fmt: skip
 WIDE = {"rope_type": "default", "rope_theta": 5e5}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -504,3 +505,23 @@ def test_logits_equal_transformers_for_every_supported_variant(tmp_path: Path, v
         want = theirs.eval()(torch.tensor([tokens])).logits[0, -1].float()
         got = model.forward(tokens, [Chunk(0, 300, tuple(range(19)))], model.new_pool(19))[0]
     assert (got - want).abs().max() <= (0.05 if variant == "bfloat16" else 1e-4) * want.abs().max()
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_head_beside_tied_embeddings_counts_if_it_differs_as_in_transformers(tmp_path: Path, is_other: bool):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with_config(tmp_path, tie_word_embeddings=True)
+    torch.manual_seed(3)
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.float32)
+    weights = {name: tensor.detach().clone() for name, tensor in made.state_dict().items()}
+    if is_other:  # what a fine-tune of the head alone leaves, with the config of before
+        weights["lm_head.weight"].normal_(std=0.02)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    theirs, mine = AutoModelForCausalLM.from_pretrained(tmp_path), read_config(tmp_path)
+    loaded = load_weights(tmp_path, mine)
+    with torch.inference_mode():
+        want = theirs.eval()(torch.tensor([[5, 6, 7]])).logits[0, -1].float()
+        got = Llama(mine, loaded, 16).forward([5, 6, 7], [Chunk(0, 3, (0,))], Llama(mine, loaded, 16).new_pool(1))[0]
+    assert ("lm_head.weight" in loaded) is is_other
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from fleet_worker.engine.lora import Adapter, add_deltas, group_rows
 from fleet_worker.engine.modelconfig import ModelConfig, RopeScaling
-from fleet_worker.engine.weights import weights_digest
+from fleet_worker.engine.weights import EMBED, HEAD, weights_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class Llama:
         self.config = config
         self.block_tokens = block_tokens
         self.weights_digest = weights_digest(config, weights, text)
-        self.dtype = weights["model.embed_tokens.weight"].dtype
-        self._embed = weights["model.embed_tokens.weight"]
-        self._head = self._embed if config.tied else weights["lm_head.weight"]
+        self.dtype = weights[EMBED].dtype
+        self._embed = weights[EMBED]
+        self._head = self._embed if config.tied and HEAD not in weights else weights[HEAD]
         self._norm = weights["model.norm.weight"]
         self._layers = [_layer(weights, f"model.layers.{i}") for i in range(config.layers)]
         self._cos, self._sin = rotary_tables(config)

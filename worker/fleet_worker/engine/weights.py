@@ -20,19 +20,19 @@ from fleet_worker.engine.modelconfig import ModelConfig
 
 SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,250}")
 """A file's name in an index."""
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FLOATS = ("F64", "F32", "BF16", "F16")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the model needs, with its shape."""
+    """Every tensor that the model needs, or, of tied embeddings, may have (HEAD), with its shape."""
     c, q, kv = config, config.heads * config.head_dim, config.kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (c.vocab_size, c.hidden),
+        EMBED: (c.vocab_size, c.hidden),
         "model.norm.weight": (c.hidden,),
+        HEAD: (c.vocab_size, c.hidden),
     }
-    if not c.tied:
-        shapes["lm_head.weight"] = (c.vocab_size, c.hidden)
     for layer in range(c.layers):
         at = f"model.layers.{layer}"
         shapes |= {
@@ -58,7 +58,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def load_weights(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """All tensors in the checkpoint's dtype; ModelFilesError names file and tensor."""
+    """All tensors in the checkpoint's dtype; ModelFilesError names file and tensor. A head beside tied embeddings counts if it
+    differs, as in transformers: a fine-tune of the head alone leaves it there, with the config of before."""
     if config.dtype not in DTYPES:
         raise ModelFilesError(f"{folder}/config.json: dtype {config.dtype} is not supported; supported: {', '.join(DTYPES)}")
     shapes, found = expected_shapes(config), dict[str, torch.Tensor]()
@@ -66,6 +67,9 @@ def load_weights(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
     for path, holds in files.items():
         wanted = shapes if holds is None else {name: shapes[name] for name in holds & shapes.keys()}
         _load_file(path, wanted, DTYPES[config.dtype], found)
+    if config.tied and (HEAD not in found or (EMBED in found and torch.equal(found[HEAD], found[EMBED]))):
+        found.pop(HEAD, None)
+        del shapes[HEAD]
     missing = sorted(shapes.keys() - found.keys())
     if missing:
         where = next(iter(files)) if len(files) == 1 else folder
