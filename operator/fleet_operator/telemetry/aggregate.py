@@ -64,6 +64,9 @@ class Reading:
     read_at: float
 
 
+NOTHING_SAID = Reading([], 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerReading:
     """A worker's exposition; `reading` None when it could not be read."""
@@ -242,26 +245,45 @@ def _sum(values: list[float | None]) -> float | None:
 
 
 def _revisions(tier: str, routers: Sequence[Reading | None], earlier: Sequence[Reading | None]) -> dict[str, RevisionLoad]:
-    """What clients got from each revision over the window."""
-    names = {
-        sample.labels.get("revision", "")
-        for reading in routers
-        if reading is not None
-        for sample in reading.samples
-        if sample.name == REQUESTS and sample.labels.get("tier") == tier
-    }
-    return {
-        name: RevisionLoad(
-            requests=_counted(routers, earlier, REQUESTS, tier, name),
-            errors=_counted(routers, earlier, ERRORS, tier, name),
-            total_requests=_counted(routers, [None] * len(routers), REQUESTS, tier, name),
-            total_errors=_counted(routers, [None] * len(routers), ERRORS, tier, name),
-            ttft_p99_s=_window(routers, earlier, TTFT, tier=tier, revision=name),
-            itl_p99_s=_window(routers, earlier, ITL, tier=tier, revision=name),
-            partial=None in routers,
-        )
-        for name in sorted(names - {""})
-    }
+    """What clients got from each revision over the window. Each is counted among its own samples: of a router, or a Prometheus,
+    that tells of thousands all samples were read anew for each, for minutes in which no fleet was looked at."""
+    now, before = ([_by_revision(tier, reading) for reading in readings] for readings in (routers, earlier))
+    names = {name for found in now if found is not None for name, one in found.items() if _has(one, REQUESTS)}
+    return {name: _revision_load(tier, name, _of(name, now), _of(name, before)) for name in sorted(names)}
+
+
+def _by_revision(tier: str, reading: Reading | None) -> dict[str, Reading] | None:
+    """What it says of each revision of a tier; None when it could not be read."""
+    if reading is None:
+        return None
+    found: dict[str, Reading] = {}
+    for sample in reading.samples:
+        if (name := sample.labels.get("revision")) and sample.labels.get("tier") == tier:
+            found.setdefault(name, Reading([], reading.read_at)).samples.append(sample)
+    return found
+
+
+def _of(name: str, readings: Sequence[Mapping[str, Reading] | None]) -> list[Reading | None]:
+    return [found.get(name, NOTHING_SAID) if found is not None else None for found in readings]
+
+
+def _has(reading: Reading, name: str) -> bool:
+    return any(sample.name == name for sample in reading.samples)
+
+
+def _revision_load(
+    tier: str, name: str, routers: Sequence[Reading | None], earlier: Sequence[Reading | None]
+) -> RevisionLoad:  # fmt: skip
+    never: list[None] = [None] * len(routers)
+    return RevisionLoad(
+        requests=_counted(routers, earlier, REQUESTS, tier, name),
+        errors=_counted(routers, earlier, ERRORS, tier, name),
+        total_requests=_counted(routers, never, REQUESTS, tier, name),
+        total_errors=_counted(routers, never, ERRORS, tier, name),
+        ttft_p99_s=_window(routers, earlier, TTFT, tier=tier, revision=name),
+        itl_p99_s=_window(routers, earlier, ITL, tier=tier, revision=name),
+        partial=None in routers,
+    )
 
 
 def _counted(routers: Sequence[Reading | None], earlier: Sequence[Reading | None], name: str, tier: str, revision: str) -> float:
