@@ -16,7 +16,8 @@ _SECRETS: Final = (
     (re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}"), r"\1 ***"),
     (re.compile(r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+"), "***"),
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), "***"),
-    (re.compile(r"(?i)([a-z][a-z0-9+.-]{0,15}://)[^/\s:@]{1,256}:[^/\s@]{1,4096}@"), r"\1***@"),
+    # a token alone, too, and passwords with an @ in them
+    (re.compile(r"(?i)([a-z][a-z0-9+.-]{0,15}://)[^/\s]{1,4096}@"), r"\1***@"),
     (re.compile(r"(?i)\b(token|password|secret|api[_-]?key)([\"']?\s*[=:]\s*[\"']?)[^\s\"',;&]{4,}"), r"\1\2***"),
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|$)", re.DOTALL), "***"),
 )

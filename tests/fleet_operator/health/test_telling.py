@@ -241,6 +241,7 @@ def test_an_exception_is_one_line_too():
 CANARY = "c4n4ry" * 6
 SECRETS = [
     f"Authorization: Bearer {CANARY}", f"'authorization': 'basic {CANARY}'", f"https://user:{CANARY}@prometheus:9090/api",
+    f"https://{CANARY}@prometheus:9090/api", f"https://:{CANARY}@mirror/", f"https://user:p@{CANARY}@mirror/",
     f"token={CANARY}", f'"password": "{CANARY}"', f"api_key: {CANARY}", f"hf_{CANARY}",
     f"eyJhbGciOi{CANARY}.{CANARY}.{CANARY}", f"-----BEGIN PRIVATE KEY-----\n{CANARY}\n-----END PRIVATE KEY-----",
     f"-----BEGIN EC PRIVATE KEY-----\n{CANARY}",
@@ -254,7 +255,9 @@ def test_no_credential_leaves_through_a_log_line(text: str, formatter: logging.F
     assert CANARY not in logged(formatter, "x", extra={"error": text})
 
 
-@pytest.mark.parametrize("text", ["fleet=ml/llama Pod llama-h100-prefill-0 created", "tokens=5", "12 tokens/s", "https://hub/x"])
+@pytest.mark.parametrize(
+    "text", ["fleet=ml/llama Pod llama-h100-prefill-0 created", "tokens=5", "12 tokens/s", "https://hub/x", "hf://org/m@v2"]
+)
 def test_ordinary_words_stay(text: str):
     assert masked(text) == text
 
