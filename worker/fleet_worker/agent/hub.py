@@ -26,6 +26,7 @@ from typing import Final
 
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.agent.errors import ModelError
+from fleet_worker.agent.hubnames import watch_names
 from fleet_worker.weightfiles import OTHER_FORM, Reads, unread
 
 HF_SCHEME: Final = "hf://"
@@ -213,6 +214,7 @@ def _listed(name: str, revision: str | None, cache: Path, wanted: Wanted) -> Lis
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     _watch_its_log()
+    watch_names()
     try:
         files = snapshot_download(
             name, revision=revision, cache_dir=cache, allow_patterns=list(wanted.patterns), ignore_patterns=ORIGINAL, dry_run=True
