@@ -28,7 +28,7 @@ $(INFERENCEFLEET_CACHE)/bootstrap/bin/uv:
 	@echo "installing uv into $(INFERENCEFLEET_CACHE)/bootstrap"
 	@mkdir -p $(INFERENCEFLEET_CACHE)
 	@$(PYTHON) -m venv $(INFERENCEFLEET_CACHE)/bootstrap
-	@$(INFERENCEFLEET_CACHE)/bootstrap/bin/python -m pip install --quiet --disable-pip-version-check uv
+	@$(INFERENCEFLEET_CACHE)/bootstrap/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.8
 
 # The environment is made once, from the fastest CPython here (UV_PYTHON= for another): builds differ by half of their CPU time.
 setup: $(UV) ## install the project and its dependencies into .venv

@@ -40,3 +40,16 @@ def test_where_no_registry_can_be_reached_kind_has_its_images_from_a_base_that_i
     assert base_of(would_run("kind-images", "KIND_BASE_IMAGE=")) == {pinned}
     assert base_of(would_run("kind-images", "KIND_BASE_IMAGE=local:1")) == {"local:1"}
     assert base_of(would_run("images", "BASE=other:2")) == {"other:2"}
+
+
+INSTALLS = re.compile(r"\bpip(?:\" | )(?:-q )?install (.*)")
+
+
+def test_what_is_installed_from_the_index_is_named_by_version():
+    """What the index has newest would run on whoever builds or tests, unlooked at."""
+    argv = ["git", "ls-files", "Makefile", "*/Dockerfile", "*/get-*"]
+    files = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    texts = [(ROOT / name).read_text().replace("\\\n", " ") for name in files]
+    found = [words for text in texts for words in INSTALLS.findall(text)]
+    assert len(found) > 10
+    assert [words for words in found if "==" not in words and " -r " not in words] == []
