@@ -7,7 +7,7 @@ from typing import ClassVar, Final
 import msgspec
 
 from fleet_router.dialect.messages import error_object
-from fleet_router.dialect.messages_request import CountRequest, chat_messages, chat_tools
+from fleet_router.dialect.messages_request import CountRequest, chat_messages, chat_tools, going_on
 from fleet_router.dialect.translation import Translation, given, parsed
 from fleet_router.errors import RequestError
 from fleet_wire.unreadable import UNREADABLE
@@ -31,7 +31,8 @@ class CountTokens(Translation):
         super().__init__(request_id)
         asked = parsed(body, CountRequest)
         messages = chat_messages(asked.messages, asked.system)
-        self.fields = given(model=asked.model, messages=messages, tools=chat_tools(asked.tools), add_generation_prompt=True)
+        rendered = {"add_generation_prompt": True, **going_on(asked.messages)}
+        self.fields = given(model=asked.model, messages=messages, tools=chat_tools(asked.tools), **rendered)
 
     def end(self) -> bytes:
         """The count."""

@@ -41,6 +41,7 @@ class Messages(ChatTranslation):
         "stop": "stop_sequences", "prompt": "messages", "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
         "reasoning_effort": "thinking", "thinking_token_budget": "thinking.budget_tokens",
         "response_format": "output_config.format",
+        **dict.fromkeys(("add_generation_prompt", "continue_final_message"), "an assistant's last turn"),
     }  # fmt: skip
 
     def __init__(self, body: bytes, request_id: str) -> None:

@@ -166,6 +166,7 @@ def chat_request(asked: MessagesRequest) -> dict[str, Any]:
     return given(
         model=asked.model,
         messages=chat_messages(asked.messages, asked.system),
+        **going_on(asked.messages),
         max_tokens=asked.max_tokens,
         stop=asked.stop_sequences or None,
         temperature=asked.temperature,
@@ -231,6 +232,23 @@ def chat_messages(turns: list[Turn], system: str | list[Text] | None) -> list[di
     for number, turn in enumerate(turns):
         found += [{"role": turn.role, "content": turn.content}] if isinstance(turn.content, str) else _turn(turn, number)
     return found
+
+
+def going_on(turns: list[Turn]) -> dict[str, bool]:
+    """How a conversation is rendered whose last words are the assistant's: its answer goes on with them, as Anthropic says. In
+    vLLM's own endpoint a new turn begins behind them, which answers something else."""
+    return {"add_generation_prompt": False, "continue_final_message": True} if turns and _is_begun(turns[-1]) else {}
+
+
+def _is_begun(turn: Turn) -> bool:
+    """The assistant has begun to say something. Behind a call nothing is said: its result would come."""
+    if turn.role != "assistant" or not turn.content:
+        return False
+    if isinstance(turn.content, str):
+        return bool(turn.content.strip())
+    last = turn.content[-1]
+    calls = any(isinstance(block, ToolUse) for block in turn.content)
+    return isinstance(last, Text) and bool(last.text.strip()) and not calls
 
 
 def _unbilled(parts: list[Text]) -> list[Text]:

@@ -105,6 +105,7 @@ def test_what_the_router_refuses_it_names_as_the_client_wrote_it(
         (RESPONSES, ("messages", IMAGE), ("input[].content[].type is 'input_image'; served: 'text'", "input")),
         (MESSAGES, ("prompt", "prompt holds 9"), ("messages holds 9", None)),
         (MESSAGES, ("reasoning_effort", "reasoning_effort is none"), ("thinking is none", None)),
+        (MESSAGES, ("continue_final_message", "continue_final_message is no"), ("an assistant's last turn is no", None)),
         (
             MESSAGES,
             ("parallel_tool_calls", "parallel_tool_calls is not supported"),

@@ -417,3 +417,32 @@ def test_a_thought_that_cannot_be_had_is_refused_by_its_name(more: dict[str, Any
         assert words.encode() in answer
 
     run(go, prefill=0)
+
+
+SAID: dict[str, Any] = {"type": "text", "text": "The answer is ("}
+GOES_ON = (False, True)
+ANEW = (None, None)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize(
+    ("turns", "sent"),
+    [
+        pytest.param([USER, {"role": "assistant", "content": SAID["text"]}], GOES_ON, id="text"),
+        pytest.param([USER, {"role": "assistant", "content": [THINKS, SAID]}], GOES_ON, id="thought-and-text"),
+        pytest.param([USER, {"role": "assistant", "content": " "}], ANEW, id="blank"),
+        pytest.param([USER, {"role": "assistant", "content": []}], ANEW, id="nothing"),
+        pytest.param([USER, {"role": "assistant", "content": [SAID, THINKS]}], ANEW, id="text-and-thought"),
+        pytest.param([USER, {"role": "assistant", "content": [USES, SAID]}], ANEW, id="a-call-too"),
+        pytest.param([USER, {"role": "assistant", "content": [SAID]}, USER], ANEW, id="the-user-answered"),
+    ],
+)
+def test_what_the_assistant_began_is_gone_on_with(path: str, turns: list[dict[str, Any]], sent: tuple[Any, ...]):
+    """ "If the final message uses the assistant role, the response content will continue immediately from the content in that
+    message" (Anthropic's SDK): it was answered by a new turn, as if what was begun had been said."""
+    one = translation_of(path.encode(), json.dumps({**ASKED["/v1/messages"], "messages": turns}).encode(), "r")
+    assert one is not None
+    body = json.loads(one.take_body())
+    before = None if path == "/v1/messages" else True
+    expected = (before, None) if sent == ANEW else sent
+    assert (body.get("add_generation_prompt"), body.get("continue_final_message")) == expected
