@@ -7,8 +7,8 @@ from typing import ClassVar, Final
 import msgspec
 
 from fleet_router.dialect.messages import error_object
-from fleet_router.dialect.messages_request import CountRequest, chat_messages, chat_tools, going_on
-from fleet_router.dialect.translation import Translation, given, parsed
+from fleet_router.dialect.messages_request import CountRequest, count_request
+from fleet_router.dialect.translation import Translation, parsed
 from fleet_router.errors import RequestError
 from fleet_wire.unreadable import UNREADABLE
 
@@ -25,14 +25,11 @@ class CountTokens(Translation):
 
     path: ClassVar = b"/tokenize"
     image: ClassVar = "image"
-    names: ClassVar = {"prompt": "messages"}
+    names: ClassVar = {"prompt": "messages", "chat_template_kwargs": "thinking"}
 
     def __init__(self, body: bytes, request_id: str) -> None:
         super().__init__(request_id)
-        asked = parsed(body, CountRequest)
-        messages = chat_messages(asked.messages, asked.system)
-        rendered = {"add_generation_prompt": True, **going_on(asked.messages)}
-        self.fields = given(model=asked.model, messages=messages, tools=chat_tools(asked.tools), **rendered)
+        self.fields = count_request(parsed(body, CountRequest))
 
     def end(self) -> bytes:
         """The count."""

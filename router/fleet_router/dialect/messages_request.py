@@ -157,6 +157,19 @@ class CountRequest(msgspec.Struct, frozen=True):
     messages: list[Turn]
     system: str | list[Text] | None = None
     tools: list[Tool] | None = None
+    thinking: ThinkingMode | None = None
+    output_config: OutputConfig | None = None
+
+
+def count_request(asked: CountRequest) -> dict[str, Any]:
+    """The request for /tokenize, which is to render what the chat request would be. It has no `reasoning_effort`: the template is
+    given what vLLM's chat gives to it for one."""
+    effort = _effort(asked)
+    rendered: dict[str, Any] = {"add_generation_prompt": True, **going_on(asked.messages)}
+    if effort is not None:
+        rendered["chat_template_kwargs"] = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    messages = chat_messages(asked.messages, asked.system)
+    return given(model=asked.model, messages=messages, tools=chat_tools(asked.tools), **rendered)
 
 
 def chat_request(asked: MessagesRequest) -> dict[str, Any]:
@@ -193,7 +206,7 @@ def _budget(thinking: ThinkingMode, max_tokens: int) -> int | None:
     return budget
 
 
-def _effort(asked: MessagesRequest) -> str | None:
+def _effort(asked: MessagesRequest | CountRequest) -> str | None:
     if asked.thinking is not None and asked.thinking.type == "disabled":
         return "none"
     return asked.output_config.effort if asked.output_config is not None else None

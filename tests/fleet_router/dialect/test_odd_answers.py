@@ -396,6 +396,24 @@ def test_a_model_is_told_how_to_think(more: dict[str, Any], sent: tuple[Any, ...
 
 
 @pytest.mark.parametrize(
+    ("more", "rendered"),
+    [
+        ({}, None),
+        ({"thinking": {"type": "adaptive"}}, None),
+        ({"thinking": ENABLED}, None),
+        ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none", "enable_thinking": False}),
+        ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low", "enable_thinking": True}),
+    ],
+)
+def test_a_prompt_is_counted_as_it_will_be_rendered(more: dict[str, Any], rendered: dict[str, Any] | None):
+    """Qwen3's has four tokens more when it is not to think, which a count passed over. /tokenize has no `reasoning_effort`: what
+    vLLM's chat gives to the template for it (`build_chat_params`)."""
+    one = translation_of(b"/v1/messages/count_tokens", json.dumps({**ASKED["/v1/messages"], **more}).encode(), "r")
+    assert one is not None
+    assert json.loads(one.take_body()).get("chat_template_kwargs") == rendered
+
+
+@pytest.mark.parametrize(
     ("more", "words"),
     [
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens is to be at least 1024"),
