@@ -141,6 +141,8 @@ def _checked(
         fields[name], original = msgspec.Raw(only), None
     if not _LIMITED.isdisjoint(fields):
         _check_limits(fields, config)
+        if not chat and _names_limit(fields):
+            original = None
     if not COSTLY.isdisjoint(fields):
         check_costly(fields)
     stream = ("stream" in fields and _typed(fields, "stream", _BOOL)) or False
@@ -249,6 +251,17 @@ def _check_limits(fields: dict[str, msgspec.Raw], config: RouterConfig) -> None:
     least = _typed(fields, "min_tokens", _INT)
     if least is not None and not 0 <= least <= max(given, default=most):
         raise RequestError(400, f"min_tokens is {least}; allowed are 0 to max_tokens", param="min_tokens")
+
+
+def _names_limit(fields: dict[str, msgspec.Raw]) -> bool:
+    """A completion's limit by chat's name for it, which vLLM passes over there: by its own, where it has none yet."""
+    limit = fields.get("max_completion_tokens", _NULL)
+    if limit == _NULL or fields.get("max_tokens", _NULL) != _NULL:
+        return False
+    del fields["max_completion_tokens"]
+    fields["max_tokens"] = limit
+    _let_go_of_body(fields)
+    return True
 
 
 def _check_stream_options(raw: msgspec.Raw, fields: dict[str, msgspec.Raw], stream: bool) -> None:

@@ -48,7 +48,7 @@ def test_without_tenants_everybody_may_ask_and_nothing_is_added_but_the_limit():
     flow, _, ask = come(desk_with(Clock(), 9, LONG), b"")
     assert (flow.begun, body_of(ask)) == (1, {"model": "m", "prompt": "x" * 300, "max_tokens": 16})
     _, _, ask = come(desk_with(Clock(), 9, LONG), b"", max_completion_tokens=7)
-    assert body_of(ask) == {"model": "m", "prompt": "x" * 300, "max_completion_tokens": 7}
+    assert body_of(ask) == {"model": "m", "prompt": "x" * 300, "max_tokens": 7}
 
 
 def test_with_tenants_nobody_is_anybody_without_a_key():
