@@ -24,6 +24,7 @@ from fleet_router.config import RouterConfig
 from fleet_router.errors import RequestError
 from fleet_router.faults import Faults
 from fleet_router.histogram import Histogram
+from fleet_router.lengths import tells_prompt
 from fleet_router.metrics import WAIT_BUCKETS_S
 from fleet_router.request import asked_tokens, choices_of, sequences_of, with_fields
 
@@ -227,7 +228,7 @@ class Desk:
         """Who looks at a stream for signs of running away; None when nobody has to."""
         if not self._config.runaway:
             return None
-        return Runaway(ticket.lane.config.max_output_tokens * choices_of(ask))
+        return Runaway(ticket.lane.config.max_output_tokens * choices_of(ask), controls=not tells_prompt(ask.fields))
 
     # -- a request goes ---------------------------------------------------------------------------------------------
     def leave(self, ticket: Ticket, outcome: Outcome, used: tuple[int, int] | None, begun: bool = True) -> None:

@@ -43,6 +43,11 @@ def told_again_bytes(fields: Mapping[str, msgspec.Raw], prompt_bytes: int) -> in
     return TOLD_BYTES * prompt_bytes if asked else 0
 
 
+def tells_prompt(fields: Mapping[str, msgspec.Raw]) -> bool:
+    """The answer holds the prompt's text, its control tokens among it."""
+    return any(bytes(fields.get(name, b"null")) not in (b"null", b"false") for name in ("echo", "return_prompt_text"))
+
+
 def check_text(size_bytes: int, most: int, name: str) -> None:
     """RequestError 400 for text that has more than `most` tokens whatever the tokenizer."""
     if size_bytes > most * SAFE_BYTES_PER_TOKEN:

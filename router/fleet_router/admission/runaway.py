@@ -66,11 +66,13 @@ class Runaway:
     """The detector of one stream: some ten KB, and of most reads only that they are kept for the next look."""
 
     __slots__ = (
-        "_chunk_end", "_control", "_event_end", "_events", "_held", "_held_bytes", "_most", "_regular", "_symbols", "_why",
+        "_chunk_end", "_control", "_controls", "_event_end", "_events", "_held", "_held_bytes", "_most", "_regular", "_symbols",
+        "_why",
     )  # fmt: skip
 
-    def __init__(self, max_output_tokens: int) -> None:
-        self._most = max_output_tokens + SLACK
+    def __init__(self, max_output_tokens: int, *, controls: bool = True) -> None:
+        """`controls`: control tokens are signs of it, which those of a prompt that is told again are not."""
+        self._most, self._controls = max_output_tokens + SLACK, controls
         self._symbols = array("q")
         """Hashes of the last events."""
         self._regular = True
@@ -116,7 +118,8 @@ class Runaway:
             return "repetition"
         if self._events > self._most:
             return "no_stop"
-        if _LESS_THAN in data or (_CAPITAL_I in data and data.find(b"INST]") >= 0):  # the pattern takes longer than all the rest
+        may = self._controls and (_LESS_THAN in data or (_CAPITAL_I in data and data.find(b"INST]") >= 0))
+        if may:  # the pattern takes longer than all the rest
             self._control += _controls(data, len(data) - len(rest), events)
         return "control_tokens" if self._control > CONTROL_MOST else None
 

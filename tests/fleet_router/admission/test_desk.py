@@ -467,3 +467,19 @@ def test_a_stream_is_watched_for_the_limit_that_its_tenant_has(limits: dict[str,
     assert detector._most == most + SLACK
     desk.follow(msgspec.structs.replace(config, runaway=False), {"t": 2}, [])
     assert desk.detector(ticket, ask) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"echo": True}, None), ({"return_prompt_text": True}, None), ({"echo": False}, "control_tokens"),
+        ({"return_prompt_text": None}, "control_tokens"), ({}, "control_tokens"),
+    ],
+)  # fmt: skip
+def test_control_tokens_of_a_prompt_that_is_told_again_are_no_runaway(more: dict[str, Any], why: str | None):
+    """A conversation that its client had rendered was ended behind its own echo, and what the model had to say was lost."""
+    desk = desk_with(Clock(), config=msgspec.structs.replace(CONFIG, runaway=True), acme={})
+    _, ticket, ask = come(desk, stream=True, **more)
+    detector = desk.detector(ticket, ask)
+    assert detector is not None
+    assert detector.saw(b'data: {"choices":[{"text":"%b"}]}\n\n\r\n' % (b"<|im_start|>w" * 1_000)) == why
