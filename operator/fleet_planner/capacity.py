@@ -5,8 +5,8 @@ not count), or that a quota refuses, caps its tier at what exists; for as long a
 devices, or of money by the hour, caps all tiers of a fleet together, in the order of the spec.
 
 A rollout has its own answer to a lack of room (rollout.py), and it counts from the size that there is: a cap holds for as long as
-a rollout moves. One is only made meanwhile when more is wanted than had nodes ever since it began: what it takes away itself to
-make room is no lack of nodes.
+a rollout moves, or could with more nodes. One is only made meanwhile when more is wanted than had nodes ever since it began: what
+it takes away itself to make room is no lack of nodes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def fit_cluster(
     rolls: bool = False,
     paused: bool = False,
 ) -> Fitted:
-    """`want`, or what the nodes and quotas leave of it. `pods`: the tier's, of all revisions; `rolls`: one replaces another."""
+    """`want`, or what the nodes and quotas leave of it. `pods`: the tier's, of all revisions; `rolls`: one replaces another;
+    `paused`: that waits for somebody, or for requests."""
     bounds = bounds_of(tier)
     refused = [problem for problem in problems if QUOTA_WORDS in problem]
     gated = _last_gated(pods, dict(memory.gated), now)

@@ -193,11 +193,14 @@ def _plan_tier(
         wished = decision = ScaleDecision(*NOTHING, rest.reason, ScaleMemory())
     else:
         wished = size_tier(fleet, tier, observed, workers, now)
-        decision = fit(fleet, tier, wished, observed, workers, _free(fleet, tier, observed, workers, left), now)
+        decision = fit(fleet, tier, wished, observed, workers, free := _free(fleet, tier, observed, workers, left), now)
         if before == NOTHING:
             decision = replace(decision, reason=f"woken: {rest.reason or 'scaling.toZero is off'}")
-    size = decision.prefill, decision.decode
-    plan = _with_wish(plan_tier(fleet, tier, size, observed, workers, now), wished)
+    plan = plan_tier(fleet, tier, (decision.prefill, decision.decode), observed, workers, now)
+    if plan.halted and decision.limited:
+        halted = fit(fleet, tier, wished, observed, workers, free, now, halted=True)
+        decision, plan = _tried_again(fleet, tier, decision, halted, plan, observed, workers, now)
+    size, plan = (decision.prefill, decision.decode), _with_wish(plan, wished)
     gangs, whole = settled(plan.gangs, plan.delete, workers, now), reached(tier, size, seen, fleet)
     zero = rest.zero.get(tier.name)
     wakes = zero is not None and zero.state == "Waking"  # requests are held meanwhile, and not for as long as a model takes
@@ -215,6 +218,24 @@ def _plan_tier(
     return _Planned(
         plan, view, memory, devices(size, gpus), sum(size), asked, devices(asked, gpus), wish, wished.disputed or wish
     )
+
+
+def _tried_again(
+    fleet: InferenceFleet,
+    tier: TierSpec,
+    decision: ScaleDecision,
+    halted: ScaleDecision,
+    plan: TierPlan,
+    observed: Observed,
+    workers: Sequence[Replica],
+    now: float,
+) -> tuple[ScaleDecision, TierPlan]:
+    """What had no room is had or tried again though a rollout is not over: no node lets it go on. Not where a canary would begin
+    its step anew for it, time and again."""
+    if (halted.prefill, halted.decode) == (decision.prefill, decision.decode):
+        return halted, plan
+    again = plan_tier(fleet, tier, (halted.prefill, halted.decode), observed, workers, now)
+    return (halted, again) if again.rollout.step_since == plan.rollout.step_since else (decision, plan)
 
 
 def _free(fleet: InferenceFleet, tier: TierSpec, observed: Observed, workers: Sequence[Replica], left: Purse) -> Purse:

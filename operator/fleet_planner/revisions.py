@@ -36,7 +36,7 @@ from fleet_planner.memory import GangMemory, ScaleMemory
 from fleet_planner.ratio import Pair
 from fleet_planner.replicas import ENDED, Replica, replicas_of
 from fleet_planner.roles import ROLES, Role
-from fleet_planner.rollout import Group, Limits, Step, hold_step, larger, plan_step, why_stuck
+from fleet_planner.rollout import STUCK, Group, Limits, Step, hold_step, larger, plan_step, stays_stuck, why_stuck
 from fleet_planner.serving import choose_serving, could_serve, still_needed
 from fleet_planner.types import Observed, ObservedPod, ObservedPool, Problem, Template, TierTelemetry
 from fleet_planner.wanted import FlipWanted, PodGone, PodWanted, PoolWanted, Relabel, Split, Target, TargetState
@@ -63,6 +63,8 @@ class TierPlan:
     rollout: RolloutStatus
     rolling: bool
     stuck: str
+    halted: bool
+    """The rollout waits for what no node brings: another limit, or requests for its canary."""
     rolled_back: str
     serving: Pair
     flipping: Pair
@@ -241,7 +243,10 @@ def _step(
         sizes = zip(ROLES, want, strict=True)
         resized = any(pool.size not in (None, whole) for role, whole in sizes for pool in _of(pools, role))
         return hold_step(want, new, olds, planned, limits, resized=resized)
-    return plan_step(want, new, olds, limits, leaving_gpus=_leaving(replicas, limits, now), canary=course.canary)
+    step = plan_step(want, new, olds, limits, leaving_gpus=_leaving(replicas, limits, now), canary=course.canary)
+    known = fleet.status.condition("RollingOut")
+    was_stuck = known is not None and known.reason == STUCK
+    return replace(step, stuck=True) if was_stuck and stays_stuck(want, new, olds, step, limits, course.canary) else step
 
 
 def _compats(replicas: Sequence[Replica]) -> set[str]:
@@ -308,6 +313,7 @@ def _carried_out(
     serving = choose_serving(staying, scene.limits.low, scene.limits.high)
     targets = tuple(target for replica in everything if (target := target_of(replica, serving, gone_uids, scene.now)) is not None)
     percent = course.status.percent
+    new = scene.groups.get(course.target, Group(""))
     return TierPlan(
         pools=tuple(pools),
         create=tuple(scarce_first(drafted.draft.create, scene.groups, step.sizes, course.target)),
@@ -320,7 +326,8 @@ def _carried_out(
         revisions=frozenset({scene.wanted, course.target, course.status.stable, *(r.leader.revision for r in everything)} - {""}),
         rollout=course.status,
         rolling=step.rolling,
-        stuck=why_stuck(scene.want, scene.groups.get(course.target, Group("")), scene.limits) if step.stuck else "",
+        stuck=why_stuck(scene.want, new, scene.limits) if step.stuck else "",
+        halted=(step.stuck and not new.roomless) or _is_judged_only(fleet, course),
         rolled_back=course.rolled_back,
         serving=_counts([replica for replica in everything if replica.leader.uid in serving]),
         flipping=_counts([replica for replica in everything if replica.leader.flipping is not None and replica.alive]),
@@ -328,6 +335,12 @@ def _carried_out(
         gangs=given.memory,
         limited=given.limited,
     )
+
+
+def _is_judged_only(fleet: InferenceFleet, course: Course) -> bool:
+    """All that its canary needs now is time and requests. What is tried meanwhile is over before its next step could be late."""
+    in_time = fleet.spec.scaling.capacity_wait_s < fleet.spec.rollout.progress_deadline_s
+    return course.canary is not None and course.status.step_since != "" and in_time
 
 
 def _comes(draft: Draft, workers: Sequence[Replica], groups: Mapping[str, Group], late: float) -> bool:

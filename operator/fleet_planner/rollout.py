@@ -33,6 +33,8 @@ from fleet_planner.ratio import Pair, grown, largest, smallest
 from fleet_planner.ways import ways
 
 STEPS_MOST = 10_000
+STUCK = "Stuck"
+"""Reason of RollingOut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,16 @@ def hold_step(want: Pair, new: Group, olds: Sequence[Group], kept: Mapping[str, 
         spare = _most(want, limits, None) - sum(devices(size, limits.gpus) for size in had.values())
         had |= _share([replace(old, alive=had[old.revision]) for old in olds], need, need, limits, spare)
     return Step(had, rolling=True)
+
+
+def stays_stuck(want: Pair, new: Group, olds: Sequence[Group], step: Step, limits: Limits, canary: Canary | None) -> bool:
+    """A stuck rollout is so still once the old workers that come or go in `step` have: those are of the tier's size, not of the
+    rollout's progress. Where it lacks room, who goes may give it some."""
+    if step.stuck or not step.rolling or new.roomless or step.sizes.get(new.revision) != new.alive:
+        return step.stuck
+    sizes = {old.revision: step.sizes.get(old.revision, (0, 0)) for old in olds}
+    settled = [replace(old, alive=sizes[old.revision], ready=sizes[old.revision], leaving=(0, 0)) for old in olds]
+    return plan_step(want, new, settled, limits, canary=canary).stuck
 
 
 def devices(pair: Pair, gpus: Pair) -> int:

@@ -31,8 +31,10 @@ def fit(
     workers: Sequence[Replica],
     left: Purse,
     now: float,
+    *,
+    halted: bool = False,
 ) -> ScaleDecision:
-    """The decision as nodes, quotas and what is `left` of the budget allow it."""
+    """The decision as nodes, quotas and what is `left` of the budget allow it. `halted`: a rollout waits for other things."""
     wait_s, moves = fleet.spec.scaling.capacity_wait_s, rolls(fleet, tier, observed)
     before = observed.memory.get(tier.name, ScaleMemory())
     if moves and tier.name not in observed.memory:
@@ -43,7 +45,7 @@ def fit(
     placed = fit_cluster(
         tier, (decision.prefill, decision.decode), as_pods(workers, before.gangs, wait_s, now),
         refusals(fleet.metadata.name, tier.name, [str(problem) for problem in observed.problems]), memory, wait_s, now,
-        rolls=moves or before.room_at > 0, paused=fleet.spec.rollout.paused,
+        rolls=moves or before.room_at > 0, paused=fleet.spec.rollout.paused or halted,
     )  # fmt: skip
     gpus = observed.templates[tier.name].gpus
     size, unpaid = fit_budget(tier, placed.size, gpus, left, sum(worker.alive for worker in workers))

@@ -222,3 +222,81 @@ def test_a_minimum_that_has_no_room_moves_no_time():
     nodes.room = 100
     nodes.run(2 * WAIT_S)
     assert (nodes.size, nodes.verdict("CapacityLimited")[0]) == ((2, 8), "Sufficient")
+
+
+@pytest.mark.parametrize("room", [6, 100], ids=["no room", "nodes came back"])
+def test_a_rollout_that_a_small_surge_stops_keeps_no_tier_small(room: int):
+    """Nodes came back, and the tier had 1 and 4 workers of 2 and 8 until somebody raised the surge: days later."""
+    nodes = Nodes(of({"rollout": {"maxSurgeGpus": 1}}, **TIER), room=6, load=(2, 8))
+    capped(nodes)
+    nodes.rollout()
+    nodes.run(5 * STEP_S)
+    assert (nodes.size, nodes.verdict("RollingOut")[0]) == ((1, 4), "Stuck")
+    nodes.room = room
+    sizes = nodes.run(3 * WAIT_S)
+    if room == 100:
+        assert nodes.size == (2, 8)
+        assert counts(nodes.observed, OLD) == {"prefill": 2, "decode": 8}
+    else:
+        assert sizes == {(1, 4), (2, 8)}, "tried once in a while"
+    assert sum(counts(nodes.observed).values()) <= 11, "never above the surge"
+
+
+def test_a_stuck_rollout_stays_so_while_its_old_workers_grow_and_go():
+    """What had no room is tried again every ten minutes: each time RollingOut said Progressing for a pass, and warned anew."""
+    nodes = Nodes(of({"rollout": {"maxSurgeGpus": 1}}, **TIER), room=6, load=(2, 8))
+    capped(nodes)
+    nodes.rollout()
+    nodes.run(5 * STEP_S)
+    reasons, sizes = set(), set()
+    for _ in range(round(3 * WAIT_S / STEP_S)):
+        nodes.step()
+        reasons.add(nodes.verdict("RollingOut")[0])
+        sizes.add(nodes.size)
+    assert (sizes, reasons) == ({(1, 4), (2, 8)}, {"Stuck"})
+    spec = nodes.fleet.spec.to_dict() | {"rollout": {"maxSurgeGpus": 4}}
+    nodes.fleet = nodes.fleet.model_copy(update={"spec": nodes.fleet.spec.model_validate(spec)})
+    nodes.room = 100
+    nodes.step()
+    assert nodes.verdict("RollingOut")[0] == "Progressing", "a limit that was raised lets it go on at once"
+    nodes.run(WAIT_S)
+    assert nodes.verdict("RollingOut")[0] == "Complete"
+
+
+def judged(percent: int, **scaling: Any) -> Nodes:
+    """A full cluster with a tier that was backed out of 2 and 8 workers to 1 and 4, and a canary that serves."""
+    canary = {"steps": [percent], "interval": "2h"}
+    nodes = Nodes(of({"rollout": {"maxUnavailable": 1, "canary": canary}, "scaling": scaling}, **TIER), room=6, load=(2, 8))
+    while nodes.size != (1, 4):
+        nodes.step()
+    nodes.rollout()
+    nodes.run(5 * STEP_S)
+    nodes.room = 7  # old ones that the canary let go come back, and no more
+    nodes.run(5 * STEP_S)
+    assert (nodes.size, step_since(nodes) != "") == ((1, 4), True)
+    return nodes
+
+
+def step_since(nodes: Nodes) -> str:
+    """When the step of its canary began."""
+    return nodes.plan.status.tiers[0].rollout.step_since
+
+
+@pytest.mark.parametrize(
+    ("room", "percent", "wait", "sizes"),
+    [
+        pytest.param(7, 10, "5m", {(1, 4), (2, 5), (2, 8)}, id="no room: tried once in a while, and all nodes are used"),
+        pytest.param(100, 10, "5m", {(1, 4), (2, 8)}, id="nodes came back"),
+        pytest.param(100, 50, "5m", {(1, 4)}, id="its step would begin anew"),
+        pytest.param(100, 10, "10m", {(1, 4)}, id="its next step could be late for it"),
+    ],
+)
+def test_a_canary_that_is_judged_keeps_no_tier_small(room: int, percent: int, wait: str, sizes: set[Pair]):
+    """Nodes came back, and the tier stayed small for as long as a canary's steps lasted: hours."""
+    nodes = judged(percent, capacityWait=wait)
+    since, nodes.room = step_since(nodes), room
+    assert nodes.run(6 * WAIT_S) == sizes
+    assert step_since(nodes) == since, "its step goes on"
+    if room == 100 and len(sizes) == 2:
+        assert nodes.size == (2, 8)
+        assert sum(pod.ready for pod in nodes.observed.pods) >= 10
