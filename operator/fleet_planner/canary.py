@@ -54,6 +54,8 @@ class Scene:
     """By revision, while there are several: why workers are not ready, in words; may be empty."""
     planned: frozenset[str] = frozenset()
     """Revisions that were to have workers when they were planned last."""
+    awaited: str = ""
+    """The revision of the present spec where that waits for its model, and `wanted` is the one before it."""
 
 
 def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -> Course:
@@ -62,7 +64,8 @@ def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -
     target = known.stable if scene.wanted == known.failed and known.stable in scene.groups else scene.wanted
     if spec.paused and known.stable in scene.groups and not any(larger_of(scene.groups.get(target, Group(target)))):
         target = known.target if _is_canary(spec, known, scene) else known.stable  # a paused fleet begins nothing, and ends none
-    waits = target == known.stable != scene.wanted  # a paused fleet goes back all the same, whatever it asks for next
+    asked = scene.awaited or scene.wanted
+    waits = target == known.stable != asked  # a paused fleet goes back all the same, whatever it asks for next
     failed = known.failed if scene.wanted == known.failed or waits else ""
     others = [group for name, group in scene.groups.items() if name != target and any(larger_of(group))]
     if not others and not _is_held_open(spec, known, target, scene):

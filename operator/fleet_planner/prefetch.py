@@ -225,12 +225,13 @@ def _verdict(lacking: Set[At], failed: Mapping[At, FetchPod], everywhere: Set[At
 
 def held_back(tier: TierSpec, observed: Observed, waiting: frozenset[str], fleet: InferenceFleet) -> Observed:
     """The picture from which a tier is planned: while nodes still fetch for a revision that has no worker yet, the one before it
-    is the wanted one, so that the rollout begins when the model is there."""
+    is the wanted one, so that the rollout begins when the model is there. A paused fleet begins none, and is not to go back."""
     wanted, before = observed.templates[tier.name], _stable(tier, fleet, observed)
     begun = any(pod.tier == tier.name and pod.revision == wanted.revision for pod in observed.pods)
-    if tier.name not in waiting or begun or before is None or before.revision == wanted.revision:
+    waits = tier.name in waiting and not (begun or fleet.spec.rollout.paused)
+    if not waits or before is None or before.revision == wanted.revision:
         return observed
-    return replace(observed, templates={**observed.templates, tier.name: before})
+    return replace(observed, templates={**observed.templates, tier.name: before}, awaited=wanted.revision)
 
 
 def _stable(tier: TierSpec, fleet: InferenceFleet, observed: Observed) -> Template | None:

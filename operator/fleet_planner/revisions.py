@@ -106,7 +106,9 @@ def plan_tier(
     planned = _planned(pools)
     had = frozenset(revision for revision, size in planned.items() if any(size))
     unready_words = _unready(replicas, now)
-    scene = Scene(wanted, groups, telemetry.revisions, want, limits, now, crashing(replicas, now), unready_words, had)
+    scene = Scene(
+        wanted, groups, telemetry.revisions, want, limits, now, crashing(replicas, now), unready_words, had, observed.awaited
+    )
     course = plot_course(fleet.spec.rollout, _before(fleet, tier).rollout, scene)
     back = course.target == course.status.stable == wanted  # the spec asks for what served before
     step = _step(fleet, course, groups, want, limits, replicas, pools, planned, now, back=back)

@@ -320,6 +320,8 @@ class Observed:
     router: RouterView | None = None
     templates: dict[str, Template] = field(default_factory=dict)
     """By tier name: what the spec asks for."""
+    awaited: str = ""
+    """Of the tier that is planned: the revision of the spec that waits for its model, while `templates` has the one before it."""
     stored: dict[str, dict[str, Template]] = field(default_factory=dict)
     """By tier name and revision: templates that pods can still be made from."""
     telemetry: dict[str, TierTelemetry] = field(default_factory=dict)
