@@ -63,7 +63,18 @@ SEVERE: Final = frozenset(
 )
 """Reasons that warn even when the fleet was never well: somebody has to do something."""
 IN_ORDER: Final = frozenset(
-    {DELETING, HELD_BY_OTHERS, "NoPeerKey", "PeerKeyPending", "Progressing", "Paused", "Prefetching", "Queued", "Waking"}
+    {
+        DELETING,
+        HELD_BY_OTHERS,
+        "NoPeerKey",
+        "PeerKeyPending",
+        "Progressing",
+        "Paused",
+        "Prefetching",
+        "Queued",
+        "TriedAgain",
+        "Waking",
+    }
 )
 """Reasons of states that are neither good nor bad."""
 QUOTA: Final = "QuotaExceeded"

@@ -367,9 +367,16 @@ def _capacity(fleet: InferenceFleet, views: Sequence[TierView], observed: Observ
         return "True", "Queued", "; ".join(queued)
     if waiting := unseen(observed.pods, now):
         return "True", "NoScheduler", f"{_pods(waiting)} got no node, and no scheduler says why: {grouped(waiting, _look)}"
+    if (coming := _coming(views, observed)) and (known := fleet.status.condition("CapacityLimited")) and known.status == "True":
+        return "True", "TriedAgain", f"there was no room, and it is tried again: pods without a node yet: {coming}"
     if over := beyond(purse_of(fleet), [(view.tier, _devices(view, observed)) for view in views]):
         return "False", "BeyondBudget", over
     return "False", "Sufficient", "every pod found a node"
+
+
+def _coming(views: Sequence[TierView], observed: Observed) -> int:
+    """Pods that are made now, or that nobody has found a node for yet."""
+    return sum(len(view.plan.create) for view in views) + sum(pod.node is None and not pod.terminating for pod in observed.pods)
 
 
 def _pods(found: Sequence[ObservedPod]) -> str:

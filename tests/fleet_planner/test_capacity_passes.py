@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fleet_api.v1alpha1 import InferenceFleet
+from fleet_api.v1alpha1.status import Condition
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.types import Observed, RoleLoad, Template, TierTelemetry
 from tests.fleet_planner.test_reconcile import NOW, carry_out, counts, fleet, start
@@ -266,7 +267,8 @@ def test_a_stuck_rollout_stays_so_while_its_old_workers_grow_and_go():
 def judged(percent: int, **scaling: Any) -> Nodes:
     """A full cluster with a tier that was backed out of 2 and 8 workers to 1 and 4, and a canary that serves."""
     canary = {"steps": [percent], "interval": "2h"}
-    nodes = Nodes(of({"rollout": {"maxUnavailable": 1, "canary": canary}, "scaling": scaling}, **TIER), room=6, load=(2, 8))
+    rollout = {"maxUnavailable": 1, "canary": canary, "progressDeadline": "10m"}
+    nodes = Nodes(of({"rollout": rollout, "scaling": scaling}, **TIER), room=6, load=(2, 8))
     while nodes.size != (1, 4):
         nodes.step()
     nodes.rollout()
@@ -300,3 +302,30 @@ def test_a_canary_that_is_judged_keeps_no_tier_small(room: int, percent: int, wa
     if room == 100 and len(sizes) == 2:
         assert nodes.size == (2, 8)
         assert sum(pod.ready for pod in nodes.observed.pods) >= 10
+
+
+def test_what_is_tried_again_is_limited_until_it_is_there():
+    """Each try began with a pass that said Sufficient, by an event, too: nobody saw since when room lacked."""
+    nodes = Nodes(of(MODES["manual"]), room=5)
+    nodes.scale(decode=8)
+    nodes.run(WAIT_S)
+    since, words, sizes = capacity(nodes).last_transition_time, set(), set()
+    for _ in range(round(5 * WAIT_S / STEP_S)):
+        nodes.step()
+        words.add((capacity(nodes).status, capacity(nodes).last_transition_time, nodes.verdict("CapacityLimited")[0]))
+        sizes.add(nodes.size)
+    assert sizes == {(1, 4), (2, 8)}
+    assert words == {("True", since, reason) for reason in ("Unschedulable", "BackedOut", "TriedAgain")}
+    nodes.restart()
+    while nodes.verdict("CapacityLimited")[0] != "TriedAgain":
+        nodes.step()
+    assert nodes.verdict("CapacityLimited")[1] == "there was no room, and it is tried again: pods without a node yet: 5"
+    nodes.room = 100
+    nodes.run(2 * STEP_S)
+    assert nodes.verdict("CapacityLimited") == ("Sufficient", "every pod found a node")
+
+
+def capacity(nodes: Nodes) -> Condition:
+    found = nodes.plan.status.condition("CapacityLimited")
+    assert found is not None
+    return found

@@ -81,6 +81,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "Stuck": ("RollingOut", "False", "Warning", "Warning"),
     "Sufficient": ("CapacityLimited", "False", "", ""),
     "TcpFallback": ("TransportVerified", "False", "Warning", "Warning"),
+    "TriedAgain": ("CapacityLimited", "True", "Normal", "Normal"),
     "Unschedulable": ("CapacityLimited", "True", "Warning", "Warning"),
     "Valid": ("Accepted", "True", "", ""),
     "Verified": ("TransportVerified", "True", "", ""),
