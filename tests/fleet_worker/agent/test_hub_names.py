@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import huggingface_hub
+import huggingface_hub.file_download
 import pytest
 
+from fleet_worker.agent.hubnames import WATCHED, watch_names
 from tests.fleet_worker.agent.test_prepare import COMMIT, FILES, prepare
 from tests.hub import Hub, HubHandler
 
@@ -67,3 +70,14 @@ def test_a_name_that_leads_out_of_the_cache_is_refused(kind: type[HubHandler], t
     assert [path for path in tmp_path.rglob("*") if path.is_file() and cache not in path.parents] == []
     assert done.returncode == 1
     assert f"hf://acme/tiny: the hub did not answer as one does: ValueError: it gives the name '{OUTSIDE}'" in done.stderr
+
+
+def test_another_version_of_the_library_still_fetches_and_says_what_is_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """It is a function of the library's own, and images of vLLM bring their version of it."""
+    monkeypatch.delattr(huggingface_hub.file_download, "_get_metadata_or_catch_error")
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", huggingface_hub.HfApi.repo_info)
+    watch_names()
+    assert hasattr(huggingface_hub.HfApi.repo_info, WATCHED)
+    assert "huggingface_hub has no _get_metadata_or_catch_error: names that a hub gives are not looked at" in caplog.text

@@ -4,6 +4,7 @@ with bytes of its choice: beside HOME lies what Python runs when an engine start
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Final
@@ -28,7 +29,10 @@ def watch_names() -> None:
 
 
 def _watch(owner: Any, function: str, names: Callable[[Any], tuple[str | None, ...]]) -> None:
-    asks = getattr(owner, function)
+    asks = getattr(owner, function, None)
+    if asks is None:  # images of vLLM bring a version of their own: one that has it under another name still fetches models
+        logging.getLogger(__name__).warning("huggingface_hub has no %s: names that a hub gives are not looked at", function)
+        return
     if hasattr(asks, WATCHED):
         return
 
