@@ -4,8 +4,9 @@ One decision of policy/cost.py over fleets of 16 to 1,024 workers, a quarter of 
 the prompt, three hold more; loads differ. Then a decision among 64 workers with all that comes before and after it, by the length
 of the context: keys of the prompt, who holds how much of it, the decision, and remembering it; nine tenths of each prompt were
 asked before, as in a conversation, so that what it adds to the index is told, too. CPU time of this process. `ns_per_step`: a
-loop of plain attribute reads in the same run, so that runs on different machines can be compared. Memory: a process of its own
-fills each index with 100,000 entries.
+loop of plain attribute reads in the same run, so that runs on different machines can be compared. Forgetting: what stands still
+when a worker that had much leaves each index, against the time that it took to learn it. Memory: a process of its own fills each
+index with 100,000 entries.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ TALKS = 64
 OVER = 64
 """Workers."""
 BYTES_PER_TOKEN = 4
+HELD = 80_000
+"""Entries of the one worker that is forgotten."""
 FILL = """
 import sys
 import fleet_router.process
@@ -109,7 +112,7 @@ def of_context(size: int) -> tuple[float, float]:
     return statistics.median(taken), statistics.mean(grown)
 
 
-def timed(what: Callable[[], None], count: int) -> float:
+def timed(what: Callable[[], object], count: int) -> float:
     """CPU microseconds each."""
     before = time.process_time()
     what()
@@ -155,6 +158,32 @@ def fill(kind: str) -> None:
             precise.apply(str(rng.randrange(workers)), [event])
 
 
+def forgetting() -> dict[str, tuple[float, float]]:
+    """Index → (CPU milliseconds to forget its only worker, of what it took to learn)."""
+    from fleet_router.kvindex.precise import PreciseIndex
+    from fleet_wire.events import BlockStored
+
+    rng, precise, approximate = random.Random(3), PreciseIndex(2 * HELD), ApproximateIndex(2 * HELD)
+    precise.join("a", LOWEST_BIT, "c")
+    approximate.join("a", LOWEST_BIT)
+    told = BlockStored([rng.randbytes(16) for _ in range(HELD)], None, [], 16, None, "GPU", None)
+    prompts = [[rng.getrandbits(64) for _ in range(80)] for _ in range(HELD // 80)]
+    learns: dict[str, Callable[[], object]] = {
+        "precise": lambda: precise.apply("a", [told]),
+        "approximate": lambda: [approximate.learn(keys, "a") for keys in prompts],
+    }
+    forgets: dict[str, Callable[[], object]] = {
+        "precise": lambda: precise.clear("a"),
+        "approximate": lambda: approximate.remove("a"),
+    }
+    found = {}
+    for kind, learn in learns.items():
+        learnt, forgotten = timed(learn, 1), timed(forgets[kind], 1)
+        found[kind] = (forgotten / 1e3, forgotten / learnt)
+    assert (len(precise), approximate.entries) == (0, 0)
+    return found
+
+
 def memory_mb(kind: str) -> float:
     """Peak resident memory of a router's modules with this index filled."""
     done = subprocess.run([sys.executable, "-c", FILL, kind], capture_output=True, text=True, check=True)
@@ -182,6 +211,9 @@ def main() -> int:
         rows.append((f"{size} KiB of context, all of it", round(us, 1), "", f"{grown:.0f} entries"))
         result[f"context_{size}k"] = {"us": round(us, 1), "entries": round(grown, 1)}
     result["ns_per_step"] = round(statistics.median([ns_per_step() for _ in range(ROUNDS)]), 1)
+    for kind, (ms, share) in forgetting().items():
+        rows.append((f"forget {HELD} entries, {kind}", round(ms * 1e3), "", f"{share:.2f} of learning"))
+        result[f"forget_{kind}"] = {"ms": round(ms, 1), "of_learning": round(share, 2)}
     memory = {kind: memory_mb(kind) for kind in ("nothing", "approximate", "precise")}
     per_entry = round((memory["approximate"] - memory["nothing"]) * 1024**2 / ENTRIES)
     rows += [("bytes per entry", per_entry, "", "")]

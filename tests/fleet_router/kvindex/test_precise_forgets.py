@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 
@@ -14,17 +13,14 @@ from fleet_wire.events import BlockRemoved
 from tests.fleet_router.kvindex.test_precise import KEYS, NAMES, SIZE, TOKENS, index, stored
 
 
-def test_who_held_much_is_forgotten_in_a_fraction_of_the_time_that_it_took_to_tell():
-    """80 ms for a worker of 200,000 blocks, whose connection broke: each stream stood."""
+def test_who_held_much_is_forgotten_at_once():
+    """80 ms for a worker of 200,000 blocks, whose connection broke: each stream stood (`make bench-choose` has the time)."""
     made = PreciseIndex(100_000)
     made.join("a", 64, "c")
     names = [number.to_bytes(16, "little") for number in range(50_000)]
-    began = time.thread_time()
     made.apply("a", [stored(names)])
-    told = time.thread_time()
     assert len(made) == 50_000
     made.clear("a")
-    assert (time.thread_time() - told) * 5 < told - began
     assert (len(made), made._fast, made._slow) == (0, {}, {})
 
 
@@ -54,18 +50,15 @@ def test_blocks_of_two_versions_of_an_adapter_go_one_by_one(first: int):
     assert made.depths(own) == []
 
 
-def test_who_was_sent_much_is_forgotten_in_a_fraction_of_the_time_that_it_took_to_learn():
-    """95 ms, compiled, for the only worker of half a million keys, when it left."""
+def test_who_was_sent_much_is_forgotten_at_once():
+    """95 ms, compiled, for the only worker of half a million keys, when it left (`make bench-choose` has the time)."""
     made, rng = ApproximateIndex(200_000), random.Random(1)
     made.join("a", 64)
     prompts = [[rng.getrandbits(64) for _ in range(80)] for _ in range(1_000)]
-    began = time.thread_time()
     for keys in prompts:
         made.learn(keys, "a")
-    learnt = time.thread_time()
     assert made.entries == 80_000
     made.remove("a")
-    assert (time.thread_time() - learnt) * 3 < learnt - began
     assert (made.entries, made.masks) == (0, {})
 
 
