@@ -34,7 +34,7 @@ from fleet_planner.ways import ways
 
 STEPS_MOST = 10_000
 STUCK = "Stuck"
-"""Reason of RollingOut."""
+"""The reason of RollingOut that a pass before gave (status.py)."""
 
 
 @dataclass(frozen=True, slots=True)

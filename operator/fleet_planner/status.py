@@ -36,7 +36,7 @@ from fleet_planner.ratio import bounds_of, project, within
 from fleet_planner.replicas import Replica
 from fleet_planner.revisions import TierPlan
 from fleet_planner.roles import ROLES, Role
-from fleet_planner.rollout import STUCK, devices
+from fleet_planner.rollout import devices
 from fleet_planner.scale import ScaleDecision, unusable
 from fleet_planner.scale_targets import dispute_words
 from fleet_planner.starting import come_too_late, exceeds, starting_since
@@ -168,7 +168,7 @@ def _rolling(fleet: InferenceFleet, views: Sequence[TierView], observed: Observe
     halted = [view for view in views if view.plan.stuck]
     stuck = [f"tier {view.tier.name}: {view.plan.stuck}" for view in halted]
     if stuck:
-        return "False", STUCK, f"{'; '.join(stuck)}; give it room, raise that limit, or go back: {_undo(fleet, halted)}"
+        return "False", "Stuck", f"{'; '.join(stuck)}; give it room, raise that limit, or go back: {_undo(fleet, halted)}"
     late = [view for view in views if view.plan.rolling and overdue(fleet.spec.rollout, view.plan.rollout, now)]
     if late:
         deadline = fleet.spec.rollout.progress_deadline
