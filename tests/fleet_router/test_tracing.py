@@ -343,6 +343,25 @@ def test_spans_are_rendered_in_slices_between_which_the_loop_has_the_interpreter
     assert stopping or max(len(part.split()) for part in " ".join(order).split("pause")) == export.SLICE
 
 
+def test_a_batch_that_is_full_waits_until_the_next_burst_has_its_first_tokens(monkeypatch: pytest.MonkeyPatch):
+    order: list[object] = []
+    monkeypatch.setattr(time, "sleep", order.append)
+    exporter = Exporter(TraceConfig(endpoint="http://127.0.0.1:1"), "f", lambda: 0.0, Exported())
+
+    def send() -> None:
+        order.append("sent")
+        exporter._stopping = True
+
+    monkeypatch.setattr(exporter, "_send_all", send)
+    exporter._wake.set()
+    exporter._run()
+    assert order[:2] == [export.SETTLE_S, "sent"]
+    order.clear()
+    exporter._wake.set()
+    exporter._run()  # it stops: what waits is sent at once
+    assert order == ["sent"]
+
+
 def test_tracing_that_is_switched_off_leaves_nothing_running():
     with collector() as at:
 
