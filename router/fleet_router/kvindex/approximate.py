@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from fleet_router.kvindex.masks import LOWEST_BIT, depths
+from fleet_router.kvindex.masks import LOWEST_BIT, REBUILT_AT, depths, without_bit
 from fleet_router.kvindex.pieces import BYTES_OF, MAX_PIECES, PIECE_BYTES, bytes_of, pieces_in
 
 GENERATIONS: Final = 8
@@ -29,8 +29,6 @@ GENERATION: Final = LOWEST_BIT - 1
 SHARED: Final = GENERATION
 """Of a key that more than one worker had: each has its own, in `_Held.shared`."""
 LEAST_KEYS: Final = 64
-REBUILT_AT: Final = 4
-"""To look at each key of the index takes a quarter of the time that it takes to look one up and drop a worker from it."""
 MOST_NEWS: Final = 256
 
 
@@ -146,8 +144,7 @@ class _Held:
             del masks[key]
 
     def _leave_all(self, masks: dict[int, int]) -> None:
-        others = ~self.bit
-        kept = {key: left for key, value in masks.items() if (left := value & others) > GENERATION}
+        kept = without_bit(masks, self.bit, GENERATION)
         masks.clear()
         masks.update(kept)
         self.shared.clear()

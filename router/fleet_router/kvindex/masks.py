@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+REBUILT_AT: Final = 4
+"""To look at each key of an index takes a quarter of the time that it takes to look one up and drop a worker from it."""
 STEPS_MOST: Final = 8
 """So many different depths are told apart; who holds less counts as holding the first key alone."""
 
@@ -83,7 +85,7 @@ def drop_bit(masks: dict[int, int], key: int, bit: int) -> None:
         masks.pop(key, None)
 
 
-def without_bit(masks: dict[int, int], bit: int) -> dict[int, int]:
-    """The same without this worker: where it holds much of it quicker than key by key."""
+def without_bit(masks: dict[int, int], bit: int, nobody: int = 0) -> dict[int, int]:
+    """The same without this worker and keys of which no more than `nobody` is left: where it holds much, quicker than key by key."""
     others = ~bit
-    return {key: left for key, mask in masks.items() if (left := mask & others)}
+    return {key: left for key, mask in masks.items() if (left := mask & others) > nobody}

@@ -20,14 +20,12 @@ from collections.abc import Sequence
 from typing import TypeGuard
 
 from fleet_router.kvindex.doubt import Doubt, Name
-from fleet_router.kvindex.masks import depths, drop_bit, without_bit
+from fleet_router.kvindex.masks import REBUILT_AT, depths, drop_bit, without_bit
 from fleet_wire.blocks import HASH_BYTES, block_hash, root_hash
 from fleet_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 
 SLOW_WORTH = 0.75
 UNPROVEN_MOST = 64
-REBUILT_AT = 4
-"""To look at each key of an index takes a quarter of the time that it takes to look one up and drop a worker from it."""
 FASTEST = "GPU"
 """Whatever a worker tells of before: who begins to listen late may hear of its offloaded blocks first."""
 WHOLE = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
