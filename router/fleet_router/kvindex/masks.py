@@ -86,6 +86,6 @@ def drop_bit(masks: dict[int, int], key: int, bit: int) -> None:
 
 
 def without_bit(masks: dict[int, int], bit: int, nobody: int = 0) -> dict[int, int]:
-    """The same without this worker and keys of which no more than `nobody` is left: where it has much, quicker than key by key."""
+    """The same without this worker and keys of which no more than `nobody` is left: quicker than key by key where it has much."""
     others = ~bit
     return {key: left for key, mask in masks.items() if (left := mask & others) > nobody}
