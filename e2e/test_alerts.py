@@ -247,6 +247,22 @@ def test_an_alert_without_any_operator_fires(tmp_path: Path):
 
 
 @pytest.mark.smoke
+def test_an_operator_that_is_told_to_name_no_fleet_is_no_absent_one(tmp_path: Path):
+    """With `metrics.fleets: false` nobody tells of any fleet by name, and each one was said to be unattended for ever. It counts
+    them all the same; one that counts none, while routers run, is another installation's, and theirs is gone."""
+    serves = (NO_DECODE, "2x60")
+    named = ('fleet_operator_fleet_condition{namespace="its", fleet="other", condition="Ready"}', "1x60")
+    tests = [
+        asked("InferenceFleetUnattended", [serves, ('fleet_operator_fleets{pod="o"}', f"{counted}x60"), *others], count)
+        for counted, others, count in ((1, [], None), (0, [], 1), (2, [named], None), (1, [named], 1))
+    ]
+    (tmp_path / "tests.yaml").write_text(
+        yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests})
+    )
+    promtool("test", "rules", str(tmp_path / "tests.yaml"))
+
+
+@pytest.mark.smoke
 def test_a_lack_of_nodes_is_told_though_its_reason_is_another_at_every_try(tmp_path: Path):
     """For five minutes workers find no node, for five it is backed out of, then they are tried again, with all well for a moment:
     each reason began anew before its quarter of an hour was over, and nobody was ever told."""
