@@ -1,0 +1,68 @@
+"""What READMEs say that a program can judge: their examples are fleets, their links lead somewhere, their fields are there."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from fleet_api.validate import validate
+from fleet_router.admission.tenants import Tenant
+from tests.architecture.test_layout import ROOT, tracked
+
+DOCUMENTS = tracked("*.md")
+EXAMPLE = re.compile(r"^```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+OF_OTHERS = {"scrape_configs", "scaleTargetRef"}
+"""First keys of examples of Prometheus' and of an HPA's."""
+TIERS = [{"name": "h100", "accelerator": {"type": "h100-sxm"}, "cost": {"perGpuHour": 3.5}}]
+
+
+def examples() -> list[Any]:
+    texts = [(path, text) for path in DOCUMENTS for text in EXAMPLE.findall(path.read_text())]
+    found = [(path, yaml.safe_load(textwrap.dedent(text))) for path, text in texts]
+    return [
+        pytest.param(example, id=f"{path.relative_to(ROOT)}: {next(iter(example))}")
+        for path, example in found if not OF_OTHERS & example.keys()
+    ]  # fmt: skip
+
+
+def whole(example: dict[str, Any], engine: str) -> dict[str, Any]:
+    """The fleet of whose spec an example is a part."""
+    spec = example.get("spec", example)
+    tiers = [{**TIERS[0], **tier} for tier in spec.get("tiers", TIERS)]
+    model = {"source": "hf://org/model", **spec.get("model", {})}
+    return {
+        "apiVersion": "inferencefleet.io/v1alpha1", "kind": "InferenceFleet", "metadata": {"name": "llama", "namespace": "ml"},
+        "spec": {"engine": {"type": engine}, **spec, "model": model, "tiers": tiers},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("example", examples())
+def test_an_example_is_a_valid_fleet_of_one_of_the_engines(example: dict[str, Any]):
+    refused = [validate(whole(example, engine)) for engine in ("torch", "vllm")]
+    assert [] in refused
+
+
+def slugs(text: str) -> set[str]:
+    """Anchors that GitHub gives to headings."""
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in HEADING.findall(text)}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_between_documents_lead_to_a_heading(path: Path):
+    links = [link.partition("#") for link in LINK.findall(path.read_text()) if not link.startswith("http")]
+    ends = [(path.parent / name if name else path, anchor) for name, _, anchor in links]
+    assert [str(end) for end, anchor in ends if not end.exists() or (anchor and anchor not in slugs(end.read_text()))] == []
+
+
+def test_each_field_of_a_tenant_is_explained():
+    table = (ROOT / "router/README.md").read_text().split("| field of a tenant |")[1].split("\n\n")[0]
+    first_cells = " ".join(line.split(" | ")[0] for line in table.splitlines()[2:])
+    assert re.findall(r"`(\w+)`", first_cells) == [field.encode_name for field in msgspec.structs.fields(Tenant)]
