@@ -286,13 +286,17 @@ class LimitsSpec(ApiModel):
         description="default: a stream that repeats itself for 256 tokens, does not stop at its limit or writes control tokens "
         "as text is ended with a finish_reason. Default: none.",
     )
-    hold: HoldSpec = Field(default=HoldSpec(), description="Requests that wait while a tier wakes from zero.")
+    hold: HoldSpec = Field(
+        default=HoldSpec(),
+        description="Requests that wait while a tier wakes from zero, or for a decode worker that was just there "
+        "(routing.returnWait).",
+    )
 
 
 class LatencySpec(ApiModel):
     """A latency objective."""
 
-    p99: DurationText = Field(description="99 of 100 requests are at least this fast, 1ms to 1h.")
+    p99: DurationText = Field(description="99 of 100 such times are at most this long, 1ms to 1h.")
 
     @property
     def p99_s(self) -> float:
@@ -303,7 +307,11 @@ class LatencySpec(ApiModel):
 class SloSpec(ApiModel):
     """Latency objectives; scaling adds workers when they are missed."""
 
-    ttft: LatencySpec | None = Field(default=None, description="Time to the first token; prefill workers are added when missed.")
+    ttft: LatencySpec | None = Field(
+        default=None,
+        description="Time to the first token; prefill workers are added when missed. It bounds the queue: a request that waited "
+        "0.85 of it for a slot is answered 503. Default: none; the queue has 60s.",
+    )
     itl: LatencySpec | None = Field(default=None, description="Time between tokens; decode workers are added when missed.")
 
 

@@ -26,7 +26,7 @@ WORKERS: Final = "fleet_operator_fleet_workers"
 GOAL: Final = "fleet_operator_fleet_slo_seconds"
 TOLD_WORDS: Final = "1 for each condition of a fleet's status, as it is now."
 WORKERS_WORDS: Final = "Workers of a fleet: desired, ready, serving."
-GOAL_WORDS: Final = "spec.slo: what 99 of 100 requests are to keep."
+GOAL_WORDS: Final = "spec.slo: what 99 of 100 such times are to keep."
 _WORD: Final = re.compile(r"[A-Z][A-Za-z0-9]{0,62}")
 _NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
