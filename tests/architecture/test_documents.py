@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from fleet_api.validate import validate
+from fleet_operator.settings import Platform
 from fleet_router.admission.tenants import Tenant
 from tests.architecture.test_layout import ROOT, tracked
 
@@ -60,6 +61,12 @@ def test_links_between_documents_lead_to_a_heading(path: Path):
     links = [link.partition("#") for link in LINK.findall(path.read_text()) if not link.startswith("http")]
     ends = [(path.parent / name if name else path, anchor) for name, _, anchor in links]
     assert [str(end) for end, anchor in ends if not end.exists() or (anchor and anchor not in slugs(end.read_text()))] == []
+
+
+def test_what_tells_of_a_bad_node_is_listed():
+    platform, text = Platform(), (ROOT / "operator/README.md").read_text()
+    marks = (*platform.leaving_taints, *platform.sick_taints, *platform.sick_conditions)
+    assert [mark for mark in marks if f"`{mark.partition('=')[0]}`" not in text] == []
 
 
 def test_each_field_of_a_tenant_is_explained():
