@@ -174,7 +174,7 @@ def huge_pages() -> None:
     with suppress(OSError):  # no Linux, or one without them
         if needed := tunables_needed(os.environ.get(TUNABLES), HUGE_PAGES_MODE.read_text()):
             os.environ[TUNABLES] = needed
-            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - itself
 
 
 def main() -> int:
