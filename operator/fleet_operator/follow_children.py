@@ -24,6 +24,7 @@ from fleet_operator.cluster.interface import (
     UnavailableError,
     WatchEvent,
 )
+from fleet_operator.health.logs import about
 from fleet_operator.names import MANAGED_BY, MANAGER
 from fleet_operator.together import until_first_ends
 
@@ -98,7 +99,7 @@ async def refused(cluster: Cluster, kind: Kind, namespaces: Sequence[str]) -> li
         except ForbiddenError:
             found.append(namespace)
         except ClusterError as error:
-            LOG.debug("whether %s of namespace %s may be listed: %s", kind.plural, namespace, error)
+            LOG.debug("whether %s of namespace %s may be listed: %s", kind.plural, namespace, error, extra=about(namespace))
     return found
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fleet_api.v1alpha1.status import FleetStatus
+from fleet_operator.health.logs import about
 from fleet_operator.work_queue import Key
 from fleet_planner.types import Demand
 
@@ -87,5 +88,5 @@ class Hearing:
         try:
             return await self._listen(self._routers(key))
         except Exception:
-            LOG.exception("fleet=%s/%s listening to its routers failed", *key)
+            LOG.exception("fleet=%s/%s listening to its routers failed", *key, extra=about(*key))
             return None

@@ -13,6 +13,7 @@ from typing import Final
 
 from fleet_operator.cluster.interface import POD, Object
 from fleet_operator.fleet_objects import FleetObjects
+from fleet_operator.health.logs import about
 from fleet_operator.names import FLEET
 
 ENDED: Final = frozenset({"Succeeded", "Failed"})
@@ -37,8 +38,11 @@ class Leftovers:
         """One line for each that was not told before."""
         found = {pod["metadata"]["uid"]: pod["metadata"] for pod in self.found()}
         for meta in (meta for uid, meta in found.items() if uid not in self._told):
-            words = "pod=%s/%s has no owner and its fleet %s is gone: it stays, with its devices, until somebody deletes it"
-            LOG.warning(words, meta["namespace"], meta["name"], meta["labels"][FLEET])
+            namespace, fleet = meta["namespace"], meta["labels"][FLEET]
+            LOG.warning(
+                "pod=%s/%s has no owner and its fleet %s is gone: it stays, with its devices, until somebody deletes it",
+                namespace, meta["name"], fleet, extra=about(namespace, fleet),
+            )  # fmt: skip
         self._told = frozenset(found)
 
 

@@ -16,6 +16,7 @@ from fleet_operator.cluster.interface import Object
 from fleet_operator.fleet_objects import FleetObjects
 from fleet_operator.fleet_state import FleetState, doubts_due
 from fleet_operator.flip.follow import FlipFollower
+from fleet_operator.health.logs import about
 from fleet_operator.hearing import Hearing
 from fleet_operator.ownership import without_strangers
 from fleet_operator.picture import Places, pods_of, router_urls, workers
@@ -174,4 +175,4 @@ async def _alone(key: Key, reading: Coroutine[Any, Any, None]) -> None:
     try:
         await reading
     except Exception:
-        LOG.exception("fleet=%s/%s reading it failed", *key)
+        LOG.exception("fleet=%s/%s reading it failed", *key, extra=about(*key))

@@ -47,6 +47,7 @@ from fleet_operator.finalizer import as_asked, ending_of, is_ending, is_going, k
 from fleet_operator.fleet_objects import FleetObjects
 from fleet_operator.fleet_state import FleetState, aged, heed, is_restless
 from fleet_operator.flip.follow import FlipFollower
+from fleet_operator.health.logs import about
 from fleet_operator.health.passes import Passes, Unmeasured
 from fleet_operator.kept_revisions import lost_templates, needed_templates, unmakeable
 from fleet_operator.known_fleet import parse_again
@@ -157,7 +158,8 @@ class Reconciler:
             self._take(kind, event)
         except Exception:  # as in a pass: one object that nobody foresaw must not end the operator of all others
             meta = event.object.get("metadata") or {}
-            LOG.exception("%s %s/%s could not be taken in", kind.kind, meta.get("namespace", ""), meta.get("name", ""))
+            where = meta.get("namespace", ""), meta.get("name", "")
+            LOG.exception("%s %s/%s could not be taken in", kind.kind, *where, extra=about(where[0]))
             self._passes.ended(self._passes.began(), ["InternalError"], failed=True)
 
     def _take(self, kind: Kind, event: WatchEvent) -> None:
@@ -314,13 +316,12 @@ class Reconciler:
             await self._tell_failed(key, raw, outcome)
         except Exception as error:  # one fleet that nobody foresaw must not end all others
             failed = True
-            LOG.exception("fleet=%s/%s could not be reconciled", *key)
+            LOG.exception("fleet=%s/%s could not be reconciled", *key, extra=about(*key))
             outcome = Outcome(problems=[Problem("InternalError", f"the operator failed on this fleet: {type(error).__name__}")])
             await self._tell_failed(key, raw, outcome)
         self._passes.ended(begun, [problem.reason for problem in outcome.problems], failed=failed)
         if outcome.done:
-            about = {"namespace": key[0], "fleet": key[1]}
-            LOG.info("fleet=%s/%s %s", *key, "; ".join(map(str, outcome.done)), extra=about)
+            LOG.info("fleet=%s/%s %s", *key, "; ".join(map(str, outcome.done)), extra=about(*key))
         for found in outcome.read:
             self.feed(kind_of(found), WatchEvent("MODIFIED", found))
         if outcome.gone:
@@ -333,7 +334,7 @@ class Reconciler:
         try:
             await self._recorder.record(raw, None, outcome, {})
         except Exception:
-            LOG.exception("fleet=%s/%s its failure could not be told", *key)
+            LOG.exception("fleet=%s/%s its failure could not be told", *key, extra=about(*key))
 
     def _state_of(self, key: Key, raw: Object) -> FleetState:
         """What is kept of this fleet: nothing of another one of its name whose end nobody told."""
@@ -363,9 +364,8 @@ class Reconciler:
             self._later(key, delay_s)
         if problems != state.problems:
             if problems:
-                about = {"namespace": key[0], "fleet": key[1], "reason": problems[0].reason, "error": str(problems[0])}
-                words = "; ".join(map(str, problems))
-                LOG.warning("fleet=%s/%s problems=%s retry_s=%s", *key, words, delay_s, extra=about)
+                words, first = "; ".join(map(str, problems)), about(*key, reason=problems[0].reason, error=str(problems[0]))
+                LOG.warning("fleet=%s/%s problems=%s retry_s=%s", *key, words, delay_s, extra=first)
             state.problems = problems
             self.touch(key)
 

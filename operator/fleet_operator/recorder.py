@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from fleet_api.parse import known_status
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_operator.cluster.interface import EVENT, Cluster, ClusterError, ConflictError, Object
+from fleet_operator.health.logs import about
 from fleet_operator.outcome import Outcome
 from fleet_planner.events import Event, Pass, events_of, untold
 from fleet_planner.telling import Told, admit, news
@@ -74,13 +75,14 @@ class Recorder:
         told, deeds = news(memory.told, outcome.done, now)
         problems = tuple(problem for problem in outcome.problems if problem not in memory.problems)
         meta = raw["metadata"]
+        key = meta["namespace"], meta["name"]
         done = Pass(meta["name"], deeds, problems, sizing)
         told, events, dropped = admit(told, events_of(memory.status, after, done), now)
         self._fleets[uid] = _Memory(after, tuple(outcome.problems), told)
         for event in [event for event in events if not event.at]:
             self._told(event.type, event.reason)
         if dropped:
-            LOG.warning("fleet=%s/%s events_dropped=%d: too many in a minute", meta["namespace"], meta["name"], dropped)
+            LOG.warning("fleet=%s/%s events_dropped=%d: too many in a minute", *key, dropped, extra=about(*key))
         try:
             async with asyncio.timeout(WRITING_S):
                 for event in events:
@@ -89,7 +91,7 @@ class Recorder:
                         if event.at:  # another life of the operator may have told it
                             self._told(event.type, event.reason)
         except (ClusterError, TimeoutError) as error:
-            LOG.warning("fleet=%s/%s events not written: %s", meta["namespace"], meta["name"], error or "no answer in time")
+            LOG.warning("fleet=%s/%s events not written: %s", *key, error or "no answer in time", extra=about(*key))
 
 
 def _time(event: Event) -> float:

@@ -32,6 +32,7 @@ from fleet_operator.cluster.account import service_account
 from fleet_operator.cluster.interface import FLEET, NODE, Cluster, ClusterError, ForbiddenError, Kind, WatchEvent
 from fleet_operator.cluster.trust import Trust
 from fleet_operator.follow_children import Finder, Patient, closed_to, follow_children, follow_when_open, may_read_nodes, refused
+from fleet_operator.health.logs import about
 from fleet_operator.kopf_settings import RECONNECT_S, configure
 from fleet_operator.kopf_tasks import NotKopfs, clear_up, watching
 from fleet_operator.reconciler import CHILDREN, Reconciler
@@ -272,7 +273,14 @@ async def _closed(cluster: Finder, namespaces: Sequence[str]) -> set[str]:
         if len(found) == len(namespaces):
             raise error
         words = "its fleets are left alone until it may be: bind the operator's Role there, or do not tell it that namespace"
-        LOG.warning("namespace %s may not be read: %s: %s; asked again every %g s", namespace, error, words, REFUSED_S)
+        LOG.warning(
+            "namespace %s may not be read: %s: %s; asked again every %g s",
+            namespace,
+            error,
+            words,
+            REFUSED_S,
+            extra=about(namespace),
+        )
     return set(found)
 
 
@@ -283,11 +291,11 @@ async def _follow_later(cluster: Cluster, reconciler: Reconciler, namespace: str
         await _list_fleets(cluster, reconciler, [namespace])
         there.append(namespace)
         reconciler.open(namespace)
-        LOG.info("namespace %s may be read now: its fleets are followed", namespace)
+        LOG.info("namespace %s may be read now: its fleets are followed", namespace, extra=about(namespace))
 
     while True:
         try:
             await follow_when_open(cluster, reconciler.feed, CHILDREN, namespace, REFUSED_S, opened)
         except ForbiddenError as error:  # closed again before it was open
-            LOG.warning("namespace %s may not be read after all: %s", namespace, error)
+            LOG.warning("namespace %s may not be read after all: %s", namespace, error, extra=about(namespace))
             await asyncio.sleep(REFUSED_S)

@@ -24,6 +24,7 @@ from fleet_operator.cluster.guarded import Send, Write
 from fleet_operator.cluster.interface import Cluster, ClusterError, ConflictError, ForbiddenError, NotFoundError, Object
 from fleet_operator.cluster.kinds import LEASE, NAMESPACE
 from fleet_operator.fleet_objects import later
+from fleet_operator.health.logs import about
 from fleet_operator.names import GROUP
 
 CLAIM: Final = "inferencefleet-owner"
@@ -159,7 +160,7 @@ class Territory:
                 try:
                     await self._claim(namespace)
                 except ClusterError as error:
-                    LOG.warning("namespace %s is not claimed: %s: %s", namespace, error.reason, error)
+                    LOG.warning("namespace %s is not claimed: %s: %s", namespace, error.reason, error, extra=about(namespace))
 
     async def _recheck(self) -> None:
         while True:
@@ -202,10 +203,14 @@ class Territory:
             except NotFoundError:
                 pass
             except ForbiddenError as error:  # it says nothing of other namespaces
-                LOG.warning("the claim on namespace %s cannot be read: %s: %s", namespace, error.reason, error)
+                LOG.warning(
+                    "the claim on namespace %s cannot be read: %s: %s", namespace, error.reason, error, extra=about(namespace)
+                )
                 holder = self._installation
             except ClusterError as error:
-                LOG.warning("the claim on namespace %s cannot be read: %s: %s", namespace, error.reason, error)
+                LOG.warning(
+                    "the claim on namespace %s cannot be read: %s: %s", namespace, error.reason, error, extra=about(namespace)
+                )
                 return
             if namespace not in self._owned:
                 continue  # let go of meanwhile
@@ -213,7 +218,9 @@ class Territory:
             if holder == self._installation:
                 self._owned[namespace] = None
                 continue
-            LOG.warning("the claim on namespace %s was lost; its holder is now: %s", namespace, holder or "nobody")
+            LOG.warning(
+                "the claim on namespace %s was lost; its holder is now: %s", namespace, holder or "nobody", extra=about(namespace)
+            )
             self._wake.set()
 
     async def _claim(self, namespace: str) -> None:
@@ -251,7 +258,7 @@ class Territory:
             self.foreign[namespace] = holder
             LOG.warning(
                 "namespace %s belongs to installation %s: its fleets are left alone; when that is gone for good, delete Lease %s",
-                namespace, holder, CLAIM,
+                namespace, holder, CLAIM, extra=about(namespace),
             )  # fmt: skip
 
     async def _follow(self) -> None:
@@ -300,10 +307,11 @@ class Territory:
                 await self._cluster.delete(LEASE, namespace, CLAIM, uid=lease["metadata"]["uid"])
                 LOG.info(
                     "namespace %s is no longer selected: its claim is released, its fleets stay as they are, those with "
-                    "spec.deletion (finalizer %s) also when they are deleted", namespace, DRAIN,
+                    "spec.deletion (finalizer %s) also when they are deleted",
+                    namespace, DRAIN, extra=about(namespace),
                 )  # fmt: skip
         except NotFoundError:
             return
         except ClusterError as error:
             self._held.add(namespace)
-            LOG.warning("the claim on namespace %s is not released: %s", namespace, error)
+            LOG.warning("the claim on namespace %s is not released: %s", namespace, error, extra=about(namespace))

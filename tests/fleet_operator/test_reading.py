@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
 from fleet_operator import reading
+from fleet_operator.health.logs import JsonFormatter
 from fleet_operator.observe import workers_told
 from fleet_wire.endpoints import ENDPOINTS_KEY
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
@@ -40,6 +42,8 @@ def test_a_source_that_breaks_costs_its_own_fleet_only(monkeypatch: pytest.Monke
         running.cancel()
         assert min(asked.count("f"), asked.count("other")) > 1
         assert f"fleet={NAMESPACE}/f" in caplog.text
+        line = json.loads(JsonFormatter().format(next(record for record in caplog.records if record.exc_info)))
+        assert (line["namespace"], line["fleet"]) == (NAMESPACE, "f")
 
     play(scenario)
 

@@ -23,6 +23,11 @@ _SECRETS: Final = (
 )
 
 
+def about(namespace: str, fleet: str | None = None, **more: str) -> dict[str, str | None]:
+    """`extra` of a line about a fleet or a namespace: without it who asks for the lines of one does not find it."""
+    return {"namespace": namespace, "fleet": fleet, **more}
+
+
 def masked(text: str) -> str:
     """The text without credentials, cut to a bound: first roughly, so that a huge line costs little, then exactly."""
     length, text = len(text), text[: 2 * LINE_MOST]

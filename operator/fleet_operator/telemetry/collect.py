@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
+from fleet_operator.health.logs import about
 from fleet_operator.telemetry.held import HeldRequests
 from fleet_operator.telemetry.prometheus import PrometheusTelemetry
 from fleet_operator.telemetry.scrape import ScrapeTelemetry
@@ -36,7 +37,8 @@ class FleetTelemetry:
                 return await self._prometheus.collect(fleet, source.url, pods)
             return await self._scrape.collect(fleet, pods, routers)
         except Exception as error:
-            LOG.exception("fleet=%s/%s telemetry failed", fleet.metadata.namespace, fleet.metadata.name)
+            key = fleet.metadata.namespace, fleet.metadata.name
+            LOG.exception("fleet=%s/%s telemetry failed", *key, extra=about(*key))
             return {tier.name: TierTelemetry(problem=f"reading it failed: {type(error).__name__}") for tier in fleet.spec.tiers}
 
 
