@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from fleet_router.explain.journal import write
+from fleet_router.explain.journal import Journal
 from fleet_router.members import OWN_KEY
 from fleet_router.port import listening
 
@@ -30,6 +30,7 @@ class Supervisor:
         self._family = secrets.token_hex(8)
         self._children: dict[int, asyncio.subprocess.Process] = {}
         self._stop = asyncio.Event()
+        self._journal = Journal()
 
     async def run(self, *, own_key: bool) -> int:
         """Until SIGTERM, or until they cannot run; the largest exit code. `own_key`: there is no key of gossip but ours."""
@@ -58,22 +59,22 @@ class Supervisor:
             began = time.monotonic()
             argv = [sys.executable, "-m", "fleet_router", *self._argv, "--counts", str(counts), "--member", member]
             argv += ["--gossip-key", f"{OWN_KEY}{key}"] if key is not None else []
-            code = await self._run(argv, (counts,) if key is None else (counts, key))
+            code = await self._run(index, argv, (counts,) if key is None else (counts, key))
             if self._stop.is_set():
                 return exit_code(code)
             quick = quick + 1 if time.monotonic() - began < QUICK_S else 0
-            write(f"event=process-died index={index} code={code} quick={quick}")
+            self._journal.say("process-died", index=index, code=code, quick=quick)
             if quick >= QUICK_MOST:
                 self._stop.set()
                 return 1
             await asyncio.sleep(AGAIN_S)
 
-    async def _run(self, argv: Sequence[str], files: Sequence[int]) -> int:
+    async def _run(self, index: int, argv: Sequence[str], files: Sequence[int]) -> int:
         """A process from its start to its end; 1 when none can be started now: the others serve on."""
         try:
             child = await asyncio.create_subprocess_exec(*argv, pass_fds=files, start_new_session=True)
         except OSError as error:
-            write(f"event=process-not-started problem={error}")
+            self._journal.say("process-not-started", index=index, problem=str(error))
             return 1
         return await self._wait(child)
 

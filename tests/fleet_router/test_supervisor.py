@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -26,7 +27,9 @@ class Child:
         self._ended.set()
 
 
-def test_a_process_that_cannot_be_started_now_ends_none_of_the_others(monkeypatch: pytest.MonkeyPatch):
+def test_a_process_that_cannot_be_started_now_ends_none_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """No memory or no process ids for a second process: the first one and its streams ended with the parent."""
     starts: list[str] = []
 
@@ -48,3 +51,7 @@ def test_a_process_that_cannot_be_started_now_ends_none_of_the_others(monkeypatc
 
     assert asyncio.run(go()) == 0
     assert sorted(starts) == ["0", "1", "1"]
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["event"], line["index"]) for line in lines] == [("process-not-started", 1), ("process-died", 1)]
+    assert "temporarily unavailable" in lines[0]["problem"]
+    assert (lines[1]["code"], lines[1]["quick"]) == (1, 1)
