@@ -231,9 +231,11 @@ class Emulated:
 
 
 def stumbles(log: Path) -> list[str]:
-    """Lines of a router's log that tell of a bug: tracebacks, whatever else is no line of ours, requests that it failed."""
+    """Lines of a router's log that tell of a bug: tracebacks, whatever else is no line of ours, what it failed at."""
     lines = log.read_text(errors="replace").splitlines()
-    return [line for line in lines if not line.startswith("{") or json.loads(line)["event"] == "request-failed"]
+    return [
+        line for line in lines if not line.startswith("{") or json.loads(line)["event"] in ("request-failed", "callback-failed")
+    ]
 
 
 def log_of(folder: Path, address: str) -> Path:

@@ -1,14 +1,16 @@
 """Bugs of ours in what is done for one request: it ends and is told so, and nobody else's does.
 
 What runs for many requests at once (deadlines, the queue, silent workers, the drain) does each of them under this guard. A bug in
-such a loop itself is of all of them: it ends the process, which is started anew.
+such a loop itself is of all of them: it ends the process, which is started anew. What the event loop calls and nobody guards is
+counted and told like the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from fleet_router.errors import RequestError
 
@@ -17,11 +19,13 @@ MOST_PLACES = 4
 
 
 class Faults:
-    """Those of a process. `tell`: gets request id, kind of exception and places; its words may be a client's and are not told."""
+    """Those of a process. `tell` gets the request's id, the kind of exception and places, `tell_unguarded` the latter two: the
+    words of an exception may be a client's and are not told."""
 
     def __init__(self) -> None:
         self.count = 0
         self.tell: Callable[[str, str, list[str]], None] | None = None
+        self.tell_unguarded: Callable[[str, list[str]], None] | None = None
 
     def end(self, error: Exception, ends: Callable[[RequestError], None], request_id: str = "") -> None:
         """`error` came out of what was done for one request: `ends` ends it. A bug in that, too, is counted, and nothing more."""
@@ -38,6 +42,14 @@ class Faults:
             act()
         except Exception as error:
             self.end(error, ends)
+
+    def unguarded(self, _loop: object, context: Mapping[str, Any]) -> None:
+        """For the event loop, which else writes a dozen lines with a client's words, and waits for whoever reads them."""
+        self.count += 1
+        if self.tell_unguarded is not None:
+            error = context.get("exception")
+            kind = type(error).__name__ if error is not None else str(context.get("message"))
+            self.tell_unguarded(kind, places(error.__traceback__) if error is not None else [])
 
     def _count(self, error: Exception, request_id: str) -> None:
         self.count += 1

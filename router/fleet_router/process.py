@@ -101,7 +101,7 @@ class Router:
         self._desk.tenants_needed = settings.tenants is not None
         self._journal = Journal()
         self._recorder = Recorder(self._clock, self._journal)
-        self._desk.faults.tell = self._fault
+        self._desk.faults.tell, self._desk.faults.tell_unguarded = self._fault, self._unguarded
         nothing = RouterConfig(fleet="", served_name="")
         self._context = Context(WorkerTable(), nothing, Metrics(), self._clock, self._desk, self._recorder)
         self._connections: set[ClientConnection] = set()
@@ -257,6 +257,7 @@ class Router:
     async def run(self) -> int:
         """Serve until SIGTERM; 0 after a drain, 1 when the address is taken."""
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._desk.faults.unguarded)
         if not await self._open():
             return 1
         if self._settings.ext_proc_port is not None and not await self._pick_for_gateways(self._settings.ext_proc_port):
@@ -450,7 +451,10 @@ class Router:
             self._picker.sweep(now)
 
     def _fault(self, request_id: str, kind: str, where: list[str]) -> None:
-        self._journal.say("request-failed", request_id=request_id, error=kind, at=where)
+        self._journal.bug("request-failed", request_id=request_id, error=kind, at=where)
+
+    def _unguarded(self, kind: str, where: list[str]) -> None:
+        self._journal.bug("callback-failed", error=kind, at=where)
 
     def _asking(self) -> list[Connection]:
         """Whoever may wait for a worker."""

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
+import signal
 from typing import Any
 
 import pytest
 
+from fleet_router.admission.bucket import Bucket
 from fleet_router.config import HoldBounds
 from fleet_router.desk import Desk
 from fleet_router.errors import RequestError
+from fleet_router.explain.journal import BUGS_PER_S, Journal
 from fleet_router.faults import Faults
 from fleet_router.holding import Holding
 from fleet_router.knowledge import NOT_KNOWN
 from fleet_router.metrics import COMPILED
+from fleet_router.process import Router, Settings
 from fleet_router.upstream import CollectingUpstream, Pool
 from fleet_router.watching import watch
 from fleet_wire.endpoints import AtZero
@@ -289,3 +295,47 @@ def test_a_bug_behind_the_count_of_a_prompts_tokens_is_told(monkeypatch: pytest.
         assert (status, b"router_failed" in body, rig.context.desk.faults.count) == (500, True, 1)
 
     run(go)
+
+
+def test_what_nobody_guards_is_one_line_without_words(capsys: pytest.CaptureFixture[str]):
+    """A dozen lines that are no JSON, and in them what a client wrote."""
+    words = "a client's words\nand more"
+
+    def fail(_body: str) -> None:
+        raise KeyError(words)
+
+    async def fail_later() -> None:
+        raise ValueError(words)
+
+    async def go() -> bytes:
+        router = Router(Settings("dir:/none", "127.0.0.1", 0))
+        running = asyncio.create_task(router.run())
+        await until(lambda: router._context.metrics.follow_errors > 0)
+        asyncio.get_running_loop().call_soon(fail, words)
+        lost = asyncio.create_task(fail_later())
+        await until(lost.done)
+        del lost
+        gc.collect()
+        await until(lambda: router._desk.faults.count == 2)
+        signal.raise_signal(signal.SIGTERM)
+        assert await running == 0
+        return router.plain(b"/metrics")[2]
+
+    assert b"fleet_router_request_faults_total 2\n" in asyncio.run(go())
+    said = capsys.readouterr().err
+    lines = [line for line in map(json.loads, said.splitlines()) if line["event"] == "callback-failed"]
+    assert [line["error"] for line in lines] == ["KeyError", "ValueError"]
+    assert all(line["at"][0].startswith("test_faults.py:") for line in lines)
+    assert "client" not in said
+
+
+def test_a_bug_that_each_request_meets_does_not_fill_the_disk():
+    lines: list[str] = []
+    journal = Journal(lines.append)
+    for _ in range(1000):
+        journal.bug("request-failed", error="KeyError")
+    assert BUGS_PER_S <= len(lines) < 2 * BUGS_PER_S
+    told = len(lines)
+    journal._bugs = Bucket(1, 1)  # a second later
+    journal.bug("request-failed", error="KeyError")
+    assert json.loads(lines[-1])["left_out"] == 1000 - told

@@ -48,13 +48,17 @@ def _takes(out: TextIO) -> bool:
     return bool(poll.poll(0))
 
 
+BUGS_PER_S = 20
+"""Lines about what our own faults ended."""
+
+
 class Journal:
     """One per process."""
 
     def __init__(self, out: Callable[[str], object] = write) -> None:
         self._out = out
         self._left_out = 0
-        self._bucket = Bucket(1.0, 1)
+        self._bucket, self._bugs = Bucket(1.0, 1), Bucket(BUGS_PER_S, BUGS_PER_S)
         self.requests = "none"
 
     def follow(self, bounds: ExplainBounds) -> None:
@@ -71,13 +75,22 @@ class Journal:
 
     def request(self, record: Record, now: float) -> None:
         """A request ended."""
-        if not self._bucket.take_if(1, int(now * 1e9)):
+        if self._bucket.take_if(1, int(now * 1e9)):
+            self._counted("request", _fields(record))
+        else:
             self._left_out += 1
-            return
-        fields = _fields(record)
+
+    def bug(self, event: str, **fields: object) -> None:
+        """One of ours, which each request may meet."""
+        if self._bugs.take_if(1, time.monotonic_ns()):
+            self._counted(event, fields)
+        else:
+            self._left_out += 1
+
+    def _counted(self, event: str, fields: dict[str, Any]) -> None:
         if self._left_out:
             fields["left_out"], self._left_out = self._left_out, 0
-        self.say("request", **fields)
+        self.say(event, **fields)
 
 
 def _line(head: dict[str, object], fields: dict[str, object]) -> str:
