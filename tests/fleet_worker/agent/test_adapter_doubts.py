@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fleet_worker.agent import adapters
 from fleet_worker.agent.adapters import AdapterKeeper
 from fleet_worker.agent.errors import AdapterError
 from fleet_worker.config import AdapterWish
@@ -123,3 +124,23 @@ def test_a_keeper_that_hears_news_as_it_ends_does_end(tmp_path: Path, turns: int
             await asyncio.sleep(0)
 
     keep(tmp_path, scenario, (wish("a"),))
+
+
+def test_an_adapter_that_the_engine_does_not_give_up_is_said_once_and_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """One line a second, for ever, and none of them said which adapter."""
+    folder(tmp_path / "root" / "one", b"one")
+    monkeypatch.setattr(adapters, "UNLOAD_AGAIN_S", 0.01)
+
+    async def scenario(keeper: AdapterKeeper, fake: Engine) -> None:
+        await keeper.first_round()
+        sound = fake.unload_adapter
+        monkeypatch.setattr(fake, "unload_adapter", silenced(sound))
+        keeper.wish([])
+        await until(lambda: fake.calls.count("unload a") > 5)
+        monkeypatch.setattr(fake, "unload_adapter", sound)
+        await until(lambda: not keeper._unsure)
+
+    keep(tmp_path, scenario, (wish("a"),))
+    assert capsys.readouterr().out.splitlines() == ["EngineSilent: adapter a is not unloaded yet: no answer"]

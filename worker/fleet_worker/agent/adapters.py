@@ -22,6 +22,7 @@ AT_ONCE = 4
 FIRST_ROUND_S = 600.0
 """A new worker is ready when each wished adapter was tried, or after this long."""
 MESSAGE_MOST = 500
+UNLOAD_AGAIN_S = 1.0
 
 
 class AdapterEngine(Protocol):
@@ -49,6 +50,8 @@ class AdapterKeeper:
         self._failed: dict[str, Failure] = {}
         self._unsure: set[str] = set()
         """Told to load or unload, and no good answer: nobody knows which version the engine has, if any. None of them is held."""
+        self._stays: dict[str, str] = {}
+        """What was said of each that the engine does not give up."""
         self._busy: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._untidy = False
@@ -70,7 +73,7 @@ class AdapterKeeper:
     def engine_gone(self) -> None:
         """Its engine is ended, for another one to be started: nothing is loaded any more, and nothing can be. What is wished
         meanwhile waits, and fails nobody."""
-        self._held, self._failed, self._unsure = {}, {}, set()
+        self._held, self._failed, self._unsure, self._stays = {}, {}, set(), {}
         self._lives += 1
         self._there.clear()
         self._settled.clear()
@@ -155,6 +158,7 @@ class AdapterKeeper:
             return
         self._held[wish.name] = Held(wish.source, staged.digest, str(staged.folder))
         self._failed.pop(wish.name, None)
+        self._stays.pop(wish.name, None)
         self._untidy = True
 
     async def _give(self, wish: AdapterWish, staged: Staged) -> None:
@@ -175,9 +179,13 @@ class AdapterKeeper:
         try:
             await self._taken(name)
         except AdapterError as error:
-            print(f"{error.reason}: {error}", flush=True)
-            await asyncio.sleep(1.0)  # tried again
+            said = f"{error.reason}: adapter {name} is not unloaded yet: {' '.join(str(error).split())[:MESSAGE_MOST]}"
+            if said != self._stays.get(name):  # once per fault, not per try
+                self._stays[name] = said
+                print(said, flush=True)
+            await asyncio.sleep(UNLOAD_AGAIN_S)
             return
+        self._stays.pop(name, None)
         self._untidy = True
 
     async def _taken(self, name: str) -> None:
