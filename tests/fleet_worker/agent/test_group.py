@@ -153,6 +153,19 @@ def test_strangers_are_refused(member: int, uid: str, reason: str, monkeypatch: 
     play(2, scenario, monkeypatch, tmp_path)
 
 
+def test_strangers_do_not_fill_the_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A line for each try of whoever reaches the port."""
+
+    async def scenario(world: World) -> None:
+        for _ in range(9):
+            async with dialled(world) as (reader, writer):
+                assert isinstance(await handshake(Line(reader, writer), 1, "another-uid"), gathering.Refused)
+
+    play(2, scenario, monkeypatch, tmp_path)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("GroupStranger: ")]
+    assert [line.rpartition(", ")[2] for line in lines] == ["1 so far", "2 so far", "4 so far", "8 so far"]
+
+
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"[" * 10_000, b'{"type":"join"}\n', b"\xff\xfe\n"])
 def test_garbage_ends_its_own_connection_only(garbage: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     async def scenario(world: World) -> None:

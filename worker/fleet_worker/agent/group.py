@@ -48,6 +48,7 @@ class Leader:
         self._meetings: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._whole = asyncio.Event()
+        self._strangers = 0
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def open(self) -> None:
@@ -87,6 +88,13 @@ class Leader:
             await line.ended()
             self._meetings.discard(meeting)
 
+    def _say_stranger(self, place: int) -> None:
+        """The 1st, 2nd, 4th, 8th...: whoever tries does not fill the disk."""
+        self._strangers += 1
+        if self._strangers & (self._strangers - 1) == 0:
+            said = f"GroupStranger: somebody without the key asked for place {place}, {self._strangers} so far"
+            print(said, file=sys.stderr, flush=True)
+
     async def _admit(self, line: Line) -> int | None:
         """The place of the one who joined, None when it was refused."""
         challenge = new_nonce()
@@ -96,7 +104,7 @@ class Leader:
             line.say(Refused("no such place"))
             return None
         if not proven(asked.proof, proof(self._uid, "join", challenge, asked.nonce, asked.member)):
-            print(f"GroupStranger: somebody without the key asked for place {asked.member}", file=sys.stderr, flush=True)
+            self._say_stranger(asked.member)
             line.say(Refused("another life of the group"))
             return None
         if self._whole.is_set():
