@@ -14,7 +14,7 @@ from fleet_api.v1alpha1.status import FleetStatus, KvStatus, RoleStatus, Rollout
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.adapters import adapter_statuses, adapters_loaded
 from fleet_planner.canary import overdue
-from fleet_planner.capacity import QUOTA_WORDS
+from fleet_planner.capacity import QUOTA_WORDS, refusals
 from fleet_planner.causes import (
     LOOK_AT_IT,
     grouped,
@@ -40,7 +40,7 @@ from fleet_planner.rollout import devices
 from fleet_planner.scale import ScaleDecision, unusable
 from fleet_planner.scale_targets import dispute_words
 from fleet_planner.starting import come_too_late, exceeds, starting_since
-from fleet_planner.types import Observed, ObservedPod, Verdict
+from fleet_planner.types import Observed, ObservedPod, Problem, Verdict
 
 MAX_CAUSES = 3
 FAILING_RESTARTS = 1
@@ -75,7 +75,7 @@ def plan_status(
     tiers = tuple(_tier_status(view, observed, fleet.status, now) for view in views)
     verdicts: dict[ConditionType, Verdict] = {
         "Accepted": ("True", "Valid", _accepted(fleet)),
-        "Provisioned": _provisioned(views, observed, now),
+        "Provisioned": _provisioned(fleet, views, observed, now),
         "Available": _available(fleet, tiers, observed, now),
         "Disaggregating": disaggregating(
             {view.tier.name: observed.telemetry.get(view.tier.name) for view in views},
@@ -240,10 +240,10 @@ def _moving(rollout: RolloutStatus) -> str:
     return "; ".join(word for word in (rollout.progress, rollout.message) if word)
 
 
-def _provisioned(views: Sequence[TierView], observed: Observed, now: float) -> Verdict:
-    if observed.problems:
-        reason = NAME_CONFLICT if any(problem.reason == NAME_CONFLICT for problem in observed.problems) else "ApplyFailed"
-        return "False", reason, "; ".join(map(str, observed.problems[:MAX_CAUSES]))
+def _provisioned(fleet: InferenceFleet, views: Sequence[TierView], observed: Observed, now: float) -> Verdict:
+    if problems := _unsolved(fleet, views, observed.problems):
+        reason = NAME_CONFLICT if any(problem.reason == NAME_CONFLICT for problem in problems) else "ApplyFailed"
+        return "False", reason, "; ".join(map(str, problems[:MAX_CAUSES]))
     short = [
         f"{view.tier.name}/{role}"
         for view in views
@@ -253,6 +253,16 @@ def _provisioned(views: Sequence[TierView], observed: Observed, now: float) -> V
     if short or observed.router is None:
         return "False", "Creating", f"pods are being created: {', '.join(short or ['router'])}{stuck(observed.pods, now)}"
     return "True", "AllCreated", f"every object exists{stuck(observed.pods, now)}"
+
+
+def _unsolved(fleet: InferenceFleet, views: Sequence[TierView], problems: Sequence[Problem]) -> Sequence[Problem]:
+    """Without workers that a quota refused and that are backed out of: CapacityLimited tells of those."""
+    words = [problem.message for problem in problems]
+    refused = {one for view in views for one in refusals(fleet.metadata.name, view.tier.name, words)}
+    if not refused:
+        return problems
+    asked = tuple(f"Pod {pod.name}: " for view in views for pod in view.plan.create)
+    return [problem for problem in problems if problem.message not in refused or problem.message.startswith(asked)]
 
 
 def _planned(view: TierView, role: Role) -> int:

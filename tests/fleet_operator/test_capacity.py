@@ -188,3 +188,18 @@ def test_a_replacement_that_a_quota_refuses_is_not_asked_for_in_every_pass():
         assert {pod["spec"]["nodeName"] for pod in pods if pod["metadata"]["labels"].get(ROLE) in ROLES} == {"other"}
 
     play(go, scaling={"mode": "manual", "capacityWait": "5m"})
+
+
+def test_what_a_quota_refuses_of_growth_makes_no_fleet_unready():
+    """At each try a fleet that served and was backed out said Ready False/NotProvisioned for a pass, and the time of Ready moved."""
+
+    async def go(world: World, quota: Quota) -> None:
+        quota.limit = 6
+        since = (await world.condition("Ready"))["lastTransitionTime"]
+        await scale(world, 8)
+        await quota.seconds(3 * WAIT_S)
+        assert quota.tried.count(quota.tried[-1]) >= 2, "it was tried again"
+        ready = await world.condition("Ready")
+        assert (ready["status"], ready["lastTransitionTime"]) == ("True", since)
+
+    play(go, scaling=MANUAL)
