@@ -130,6 +130,12 @@ def plan_step(
     leads = _leading(want, have, limits) if canary is None and not mixed else None
     size = _grow(have, full, _room(want, olds, held, limits, canary) - leaving_gpus - surplus_gpus, limits, leads)
     blocked = (size == have != full and whole) or new.roomless
+    some = [old for old in olds if not old.hopeless or old.returns]
+    if blocked and 0 < len(some) < len(olds):  # rule 7: planned as when the others are on their way out
+        gone = [old for old in olds if old not in some]
+        leaving_gpus += sum(devices(old.alive, limits.gpus) for old in gone)
+        step = plan_step(want, new, some, limits, leaving_gpus=leaving_gpus, canary=canary)
+        return replace(step, sizes={**step.sizes, **dict.fromkeys([old.revision for old in gone], (0, 0))})
     firm = replace(new, ready=new.firm, leaving=(0, 0))
     most, least = want, (0, 0) if mixed else _floor(want, new, size, limits)
     if blocked:

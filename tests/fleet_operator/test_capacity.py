@@ -191,7 +191,7 @@ def test_a_replacement_that_a_quota_refuses_is_not_asked_for_in_every_pass():
 
 
 def test_what_a_quota_refuses_of_growth_makes_no_fleet_unready():
-    """At each try a fleet that served and was backed out said Ready False/NotProvisioned for a pass, and the time of Ready moved."""
+    """At each try a fleet that served and was backed out said Ready False for a pass, and the time of Ready moved."""
 
     async def go(world: World, quota: Quota) -> None:
         quota.limit = 6

@@ -149,10 +149,28 @@ def test_only_what_has_no_hope_goes_and_only_for_want_of_room(old: Group, new: G
     assert plan_step(WANT, new, [old], Limits(*WIDE)).sizes["old"] == kept
 
 
-def test_an_old_group_that_serves_keeps_the_others_as_they_are():
+def test_an_old_group_that_serves_stays_whatever_others_hope_for():
     serves, hopeless = Group("a", (1, 1), (1, 1)), Group("b", (0, 1), hopeless=True)
     step = plan_step(WANT, Group("new", (0, 1), unschedulable=True), [serves, hopeless], Limits(*WIDE))
     assert min(step.sizes["a"]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("new", "limits", "kept"),
+    [
+        pytest.param(Group("new", (1, 2), unschedulable=True), Limits(*FIXED), (0, 0), id="no-node"),
+        pytest.param(Group("new"), Limits(*FIXED, surge_gpus=0, unavailable=1), (0, 0), id="surge"),
+        pytest.param(Group("new", (1, 2)), Limits(*FIXED), (0, 1), id="room"),
+    ],
+)
+def test_what_has_no_hope_keeps_no_room_from_an_old_group_that_lost_a_worker(new: Group, limits: Limits, kept: Pair):
+    """A broken rollout, then one that mends it: the first one's worker held the node or the surge that the lost one needs, for
+    ever, and `Stuck` said that no old worker may go."""
+    serves, broken = Group("a", (2, 3), (2, 3)), Group("b", (0, 1), hopeless=True)
+    step = plan_step((2, 4), new, [serves, broken], limits)
+    assert (step.sizes["a"], step.sizes["b"], step.stuck) == ((2, 3), kept, False)
+    if kept == (0, 0):
+        assert plan_step((2, 4), new, [serves], limits).sizes["a"] == (2, 4)
 
 
 @pytest.mark.parametrize(
