@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,9 @@ OURS: Final = ".inferencefleet"
 """Folder of our locks and marks in the cache."""
 SPARE_BYTES: Final = 64 * 1024 * 1024
 """Kept free on the cache's disk."""
+LEFT, LEFT_S = re.compile(r"\.[0-9a-f]{8}\.incomplete$"), 600.0
+"""How the library calls what it writes, with a name of its own for each try, and after how long without a byte that is nobody's
+any more. There are file systems whose locks lock nothing: who fetches at the same time has written since."""
 ORIGINAL: Final = "original/*"
 """The weights once more, in their makers' form, which no engine here reads: of gpt-oss twice 65 GB. vLLM, too, means to leave
 the folder out when it fetches by itself."""
@@ -149,6 +153,7 @@ def _fetched(source: str, name: str, revision: str | None, cache: Path, progress
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     progress(f"fetching {source}")
+    _remove_left(cache / f"models--{name.replace('/', '--')}" / "blobs")
     listed = Listed()
     try:
         listed = _check_space(source, name, revision, cache, wanted)
@@ -177,6 +182,15 @@ def _fetched(source: str, name: str, revision: str | None, cache: Path, progress
         raise ModelError(f"{source}: the hub did not answer as one does: {words}") from error
     _check(source, folder, listed, cache, progress, wanted)
     return folder
+
+
+def _remove_left(blobs: Path) -> None:
+    """What fetches wrote that were killed on the way (a pod was deleted, a node had no memory): nobody goes on from there, and
+    with each one less of the disk was left. For the space that is looked at next."""
+    for part in blobs.rglob("*.incomplete"):
+        with contextlib.suppress(OSError):  # somebody was quicker, or it may not be removed
+            if LEFT.search(part.name) and time.time() - part.stat().st_mtime > LEFT_S:
+                part.unlink()
 
 
 def _left_out(listed: Listed, wanted: Wanted) -> list[str]:

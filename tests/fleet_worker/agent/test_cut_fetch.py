@@ -1,0 +1,83 @@
+"""Fetches that were killed on the way: what they wrote goes with the next one, and what another one still writes stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fleet_worker.agent.hub import LEFT_S
+from tests.hub import Hub, HubHandler
+
+WEIGHTS = b"weights " * 100_000
+FILES = {"config.json": b'{"architectures":["LlamaForCausalLM"]}', "model.safetensors": WEIGHTS}
+
+
+class Slow(HubHandler):
+    """Half of the weights, and nothing more until somebody says so."""
+
+    go_on = threading.Event()
+
+    def answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        if self.command != "GET" or body != WEIGHTS or self.go_on.is_set():
+            super().answer(status, body, headers)
+            return
+        self.send_response(status)
+        for name, value in {**headers, "content-length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2])
+        self.wfile.flush()
+        self.go_on.wait(30.0)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    server = Hub({"acme/tiny": FILES})
+    Slow.go_on = threading.Event()
+    server.RequestHandlerClass = Slow
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server
+    Slow.go_on.set()
+    server.shutdown()
+    server.server_close()
+
+
+def fetch(hub: Hub, cache: Path) -> subprocess.Popen[bytes]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}", "FLEET_MODEL_CACHE": str(cache), "HF_HOME": str(cache)}
+    return subprocess.Popen([sys.executable, "-m", "fleet_worker", "fetch"], env={**env, "FLEET_FETCH": "hf://acme/tiny"})
+
+
+def parts(cache: Path) -> list[Path]:
+    return list(cache.glob("models--acme--tiny/blobs/*.incomplete"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_what_a_killed_fetch_wrote_goes_with_the_next_one(hub: Hub, tmp_path: Path, number: signal.Signals):
+    """Each has a name of its own, so that nothing used or removed it: a node's disk was filled by pods that were deleted, or had
+    no memory, while they fetched, until no model fitted."""
+    killed = fetch(hub, tmp_path)
+    deadline = time.monotonic() + 60.0
+    while not parts(tmp_path):
+        assert time.monotonic() < deadline, "nothing was begun"
+        time.sleep(0.02)
+    killed.send_signal(number)
+    killed.wait(30.0)
+    (left,) = parts(tmp_path)
+    os.utime(left, (time.time() - LEFT_S - 1.0,) * 2)
+    writing = left.with_name(f"{'f' * 64}.0123abcd.incomplete")
+    writing.write_bytes(b"of a process whose lock this file system does not know")
+    resumed = left.with_name(f"{'e' * 64}.incomplete")
+    resumed.write_bytes(b"of an older library, which goes on from here")
+    os.utime(resumed, (0.0, 0.0))
+    Slow.go_on.set()
+    assert fetch(hub, tmp_path).wait(60.0) == 0
+    assert sorted(parts(tmp_path)) == sorted([writing, resumed])
