@@ -1,4 +1,5 @@
-"""Fetches that were killed on the way: what they wrote goes with the next one, and what another one still writes stays."""
+"""Fetches that were killed on the way: what they wrote goes with the next one, and what another one still writes stays. And
+disks that others filled meanwhile."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet_worker.agent.hub import LEFT_S
+from fleet_worker.agent.hub import LEFT_S, _check_whole, _compare
 from tests.hub import Hub, HubHandler
 
 WEIGHTS = b"weights " * 100_000
@@ -81,3 +82,14 @@ def test_what_a_killed_fetch_wrote_goes_with_the_next_one(hub: Hub, tmp_path: Pa
     Slow.go_on.set()
     assert fetch(hub, tmp_path).wait(60.0) == 0
     assert sorted(parts(tmp_path)) == sorted([writing, resumed])
+
+
+def test_on_a_full_disk_a_model_that_is_there_is_enough(tmp_path: Path):
+    """Of a cache that something else had filled, or whose marks an older worker wrote: when others filled the node's disk no
+    worker started again, for a mark of some bytes."""
+    (folder := tmp_path / "model").mkdir()
+    (folder / "config.json").write_bytes(FILES["config.json"])
+    (tmp_path / "mark.part").symlink_to("/dev/full")
+    _check_whole("hf://acme/tiny", folder, ["config.json"], tmp_path / "mark.files")
+    _compare("hf://acme/tiny", folder, tmp_path / "mark.compared")
+    assert not list(tmp_path.glob("mark.[fc]*")), "it looks again at the next start"

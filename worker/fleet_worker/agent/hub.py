@@ -275,7 +275,8 @@ def _remember(mark: Path, text: str) -> None:
         written.write_text(text)
         written.replace(mark)  # a list that is cut off would say that little is enough
     except OSError as error:
-        if error.errno not in {*NOT_WRITABLE, errno.ENOENT}:  # the last: not even our folder could be made
+        # a model that is here needs no room; ENOENT: not even our folder could be made
+        if error.errno not in {*NOT_WRITABLE, errno.ENOSPC, errno.EDQUOT, errno.ENOENT}:
             raise
 
 
