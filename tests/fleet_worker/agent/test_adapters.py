@@ -43,6 +43,8 @@ ROWS: dict[str, tuple[list[AdapterWish], dict[str, Held], dict[str, Failure], se
     "under-way": ([wish("a")], {}, {}, {"a"}, Steps()),
     "failed-a-moment-ago": ([wish("a")], {}, {"a": Failure("one", "R", "m", 105.0)}, set(), Steps(wake_at=105.0)),
     "failed-long-ago": ([wish("a")], {}, {"a": Failure("one", "R", "m", 99.0)}, set(), Steps(load=(wish("a"),))),
+    "failed-and-its-time-has-come": ([wish("a")], {}, {"a": Failure("one", "R", "m", 100.0)}, set(), Steps(load=(wish("a"),))),
+    "going-already": ([], {"a": held()}, {}, {"a"}, Steps()),
     "failed-with-another-source": (
         [wish("a", "two")], {}, {"a": Failure("one", "R", "m", 105.0)}, set(), Steps(load=(wish("a", "two"),)),
     ),

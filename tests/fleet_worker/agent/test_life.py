@@ -31,12 +31,44 @@ def test_a_silent_engine_loses_readiness_at_once_and_liveness_after_the_bound():
     assert not rules.is_ready(silent)
     assert rules.is_live(silent, 10.0 + rules.ENGINE_SILENCE_S - 0.1)
     assert not rules.is_live(silent, 10.0 + rules.ENGINE_SILENCE_S)
-    assert rules.is_ready(rules.engine_checked(silent, True, now=16.0))
+    answers = rules.engine_checked(silent, True, now=16.0)
+    assert rules.is_ready(answers)
+    again = rules.engine_checked(answers, False, now=30.0)
+    assert rules.is_live(again, 30.0 + rules.ENGINE_SILENCE_S - 0.1), "each silence has its own time"
 
 
 def test_a_slow_start_is_not_a_dead_engine():
     warming = rules.engine_checked(rules.engine_started(Life(), 1), False, now=0.0)
     assert rules.is_live(warming, 1_000.0)
+
+
+def anew() -> Life:
+    """Its engine is started once more at 100.0, for another role."""
+    return rules.engine_started(rules.engine_anew(rules.flip_asked(serving()), 100.0), 43)
+
+
+def test_an_engine_that_starts_for_another_role_keeps_the_change():
+    assert (anew().phase, anew().engine_pid) == ("FlippingRole", 43)
+    assert not rules.is_ready(rules.engine_checked(anew(), True, 101.0)), "it has not proved a token yet"
+
+
+def test_an_engine_that_starts_for_another_role_may_be_silent_for_its_start_alone():
+    begins = 100.0 + rules.ENGINE_START_S
+    assert rules.engine_checked(anew(), False, begins - 0.1).unhealthy_since is None
+    late = rules.engine_checked(anew(), False, begins)
+    assert not rules.is_live(late, begins + rules.ENGINE_SILENCE_S)
+
+
+def test_after_a_change_that_failed_silence_is_a_fault_again():
+    """Else a pod whose engine is gone stayed, not ready, until the half hour of its start was over."""
+    silent = rules.engine_checked(rules.flip_failed(anew(), "its engine ended"), False, 200.0)
+    assert not rules.is_live(silent, 200.0 + rules.ENGINE_SILENCE_S)
+
+
+def test_a_drain_that_came_meanwhile_is_not_undone_by_a_new_role():
+    draining = rules.drain_asked(anew(), 150.0)
+    assert (rules.flipped(draining), rules.returned(draining)) == (draining, draining)
+    assert rules.engine_started(draining, 44).phase == "Draining"
 
 
 def test_drain_is_not_undone_by_a_healthy_engine_and_begins_once():

@@ -86,6 +86,15 @@ def test_decode_rows_may_leave_a_prompt_nothing_of_a_step(rows: str):
     assert step(made) == [(name, 1, 1) for name in rows]
 
 
+def test_of_a_prompt_that_is_cached_whole_the_last_block_is_computed_again():
+    """Its last token yields the next one: with nothing to compute it would be in the batch for ever."""
+    made = scheduler()
+    made.add(sequence("a", 2 * BLOCK))
+    step(made)
+    made.add(sequence("a again", 2 * BLOCK))
+    assert step(made) == [("a", 8, 1), ("a again", 4, 4)]
+
+
 def test_whoever_waits_is_not_passed_by_one_that_would_fit():
     made = scheduler(blocks=6)
     for name, tokens in (("a", 12), ("b", 16), ("c", 4)):
