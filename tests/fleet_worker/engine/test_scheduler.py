@@ -213,3 +213,5 @@ def test_what_gives_way_keeps_the_names_of_its_blocks_and_finds_them():
     assert victim.stage == "running"
     assert victim.names[: len(known)] == known
     assert victim.registered <= len(victim.names)
+    found = (victim.cached_tokens, made.prefix_queries, made.prefix_hits)
+    assert found == (0, 14, 0), "what it finds of its own is no hit, and no tokens that a client is told were cached"
