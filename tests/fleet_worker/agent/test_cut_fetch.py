@@ -1,5 +1,5 @@
-"""Fetches that were killed on the way: what they wrote goes with the next one, and what another one still writes stays. And
-disks that others filled meanwhile."""
+"""What a cache looks like in the field: fetches that were killed on the way, disks that others filled, and a library that keeps
+the files of all repositories in one place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fleet_worker.agent.hub import LEFT_S, _check_whole, _compare
-from tests.hub import Hub, HubHandler
+from tests.hub import Hub, HubHandler, etag
 
 WEIGHTS = b"weights " * 100_000
 FILES = {"config.json": b'{"architectures":["LlamaForCausalLM"]}', "model.safetensors": WEIGHTS}
@@ -67,16 +67,17 @@ def test_what_a_killed_fetch_wrote_goes_with_the_next_one(hub: Hub, tmp_path: Pa
     no memory, while they fetched, until no model fitted."""
     killed = fetch(hub, tmp_path)
     deadline = time.monotonic() + 60.0
-    while not parts(tmp_path):
+    while not any(part.name.startswith(etag("model.safetensors", WEIGHTS)) for part in parts(tmp_path)):
         assert time.monotonic() < deadline, "nothing was begun"
         time.sleep(0.02)
     killed.send_signal(number)
     killed.wait(30.0)
-    (left,) = parts(tmp_path)
-    os.utime(left, (time.time() - LEFT_S - 1.0,) * 2)
-    writing = left.with_name(f"{'f' * 64}.0123abcd.incomplete")
+    for left in parts(tmp_path):
+        os.utime(left, (time.time() - LEFT_S - 1.0,) * 2)
+    blobs = tmp_path / "models--acme--tiny" / "blobs"
+    writing = blobs / f"{'f' * 64}.0123abcd.incomplete"
     writing.write_bytes(b"of a process whose lock this file system does not know")
-    resumed = left.with_name(f"{'e' * 64}.incomplete")
+    resumed = blobs / f"{'e' * 64}.incomplete"
     resumed.write_bytes(b"of an older library, which goes on from here")
     os.utime(resumed, (0.0, 0.0))
     Slow.go_on.set()
@@ -93,3 +94,32 @@ def test_on_a_full_disk_a_model_that_is_there_is_enough(tmp_path: Path):
     _check_whole("hf://acme/tiny", folder, ["config.json"], tmp_path / "mark.files")
     _compare("hf://acme/tiny", folder, tmp_path / "mark.compared")
     assert not list(tmp_path.glob("mark.[fc]*")), "it looks again at the next start"
+
+
+def kept_in_one_place(cache: Path) -> Path:
+    """As huggingface_hub has it since 2.4 for whatever comes by Xet, which is all of huggingface.co: the file lies in a store of
+    the whole cache, under Xet's hash, and the repository's blob, called by its sha256, is a link to it."""
+    (blob,) = (path.resolve() for path in cache.glob("models--acme--tiny/snapshots/*/model.safetensors"))
+    store = cache / "blobs" / "ab" / ("ab" * 32)
+    store.parent.mkdir(parents=True)
+    (cache / "blobs" / ".huggingface-shared-blobs").write_text("1\n")
+    blob.rename(store)
+    blob.symlink_to(os.path.relpath(store, blob.parent))
+    for mark in (cache / ".inferencefleet").glob("*.compared"):
+        mark.unlink()
+    return store
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_what_lies_in_the_librarys_store_is_compared_by_the_hash_that_the_hub_named(hub: Hub, tmp_path: Path, is_right: bool):
+    """Xet's hash was taken for a sha256: no model of huggingface.co was right, and each start removed and fetched it again."""
+    Slow.go_on.set()
+    assert fetch(hub, tmp_path).wait(60.0) == 0
+    store = kept_in_one_place(tmp_path)
+    if not is_right:
+        store.write_bytes(b"W" + WEIGHTS[1:])
+    hub.sent.clear()
+    assert fetch(hub, tmp_path).wait(60.0) == (0 if is_right else 2)
+    assert (hub.sent, store.exists()) == ([], is_right), "wrong bytes go, or the library would link to them once more"
+    assert fetch(hub, tmp_path).wait(60.0) == 0
+    assert hub.sent == ([] if is_right else ["model.safetensors"])

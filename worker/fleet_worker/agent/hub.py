@@ -291,7 +291,7 @@ def _remembered(mark: Path) -> list[str] | None:
 
 def _compare(source: str, folder: Path, mark: Path) -> None:
     """Every file has the content that its name in the cache says; a wrong one is removed, so that the next try fetches it."""
-    blobs = {str(path.relative_to(folder)): path.resolve() for path in folder.rglob("*") if path.is_file()}
+    blobs = {str(path.relative_to(folder)): _blob(path) for path in folder.rglob("*") if path.is_file()}
     listed = "\n".join(sorted(f"{name} {blob.name}" for name, blob in blobs.items()))
     if mark.is_file() and mark.read_bytes() == listed.encode():
         return
@@ -301,9 +301,16 @@ def _compare(source: str, folder: Path, mark: Path) -> None:
     _remember(mark, listed)
 
 
+def _blob(path: Path) -> Path:
+    """What a snapshot's file leads to, which is called by the hub's hash: one link away. Behind another one the library may keep
+    it for all repositories, under a hash of Xet's that is no sha256."""
+    return path.parent / path.readlink() if path.is_symlink() else path
+
+
 def _removed(blob: Path) -> str:
     try:
-        blob.unlink(missing_ok=True)
+        for lies in (blob.resolve(), blob):  # left in the library's store, it would be linked to once more
+            lies.unlink(missing_ok=True)
     except OSError as error:
         return f"cannot be removed ({error.strerror})"
     return "was removed"
