@@ -369,9 +369,10 @@ def test_metrics_have_the_names_of_the_gateway_api_extension():
     run(go)
 
 
-@pytest.mark.parametrize("how", ["gone", "closed"])
+@pytest.mark.parametrize("how", ["gone", "closed", "never there"])
 def test_a_log_that_nobody_reads_costs_lines_and_no_requests(how: str, monkeypatch: pytest.MonkeyPatch):
-    """A request whose line could not be written kept its slot for ever."""
+    """A request whose line could not be written kept its slot for ever; a router that was started with standard error closed
+    (`2>&-`, of which Python makes None) ended at its first line, without a word."""
     reading, writing = os.pipe()
     os.close(reading)
     broken = os.fdopen(writing, "w")
@@ -380,7 +381,7 @@ def test_a_log_that_nobody_reads_costs_lines_and_no_requests(how: str, monkeypat
 
     async def go(rig: Rig) -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(sys, "stderr", broken)
+            patched.setattr(sys, "stderr", None if how == "never there" else broken)
             assert (await rig.post(ask(prompt="short")))[0] == 200
             assert (await rig.post(ask(prompt="short")))[0] == 200
         assert rig.context.desk.gate.running == 0

@@ -28,10 +28,11 @@ SHORTER = (1024, 256, 64, 16, 4)
 
 def write(line: str) -> bool:
     """To standard error; False: there is no room, or nobody who reads it. Neither is a reason to fail or to wait."""
+    out = sys.stderr
     try:
-        if not _takes(sys.stderr):
+        if out is None or not _takes(out):  # None: it was closed when the process began
             return False
-        print(line, file=sys.stderr, flush=True)
+        print(line, file=out, flush=True)
     except (OSError, ValueError):  # a closed file is a ValueError
         return False
     return True
