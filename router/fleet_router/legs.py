@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 MAX_PREFILL_ANSWER_BYTES: Final = 8 * 1024 * 1024
 OK: Final = 200
+BLANK_LINE: Final = b"\n\n"
+"""The end of an event."""
 NOT_FOUND: Final = 404
 NOT_IMPLEMENTED: Final = 501
 """The worker has no such thing (vLLM: /tokenize with tools): that refuses a request, and nothing is wrong with the worker."""
@@ -272,7 +274,11 @@ class TranslatedLeg(DecodeLeg):
         elif self._refused:
             self._flow.refuse_with(self._refused, [], bytes(self._answer))
         else:
-            self._finish()
+            if self._translation.says_done():
+                self.on_body(BLANK_LINE)
+                self.on_raw(b"")
+            if not self._flow.done:
+                self._finish()
 
     def on_lost(self, reason: str) -> None:
         if self._out:  # read, but not handed on because what came with it was no HTTP
@@ -357,6 +363,8 @@ class ResumedLeg(DecodeLeg):
             self._flow.cannot_resume(str(error))
 
     def on_end(self) -> None:
+        if self._events.says_done():
+            self.on_body(BLANK_LINE)
         if self._flow.done:
             return
         self._failed = not self._again.done

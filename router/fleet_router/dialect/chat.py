@@ -188,6 +188,10 @@ class Events:
             raise RequestError(502, f"the worker sent an event longer than {MOST_EVENT_BYTES} bytes")
         return [payload for event in whole if (payload := _told(event))]
 
+    def says_done(self) -> bool:
+        """What is not whole is [DONE], and lacks but the blank line behind it: at the end of a body that says no less."""
+        return payload_of(self._rest.replace(b"\r\n", b"\n")) == DONE
+
 
 def _told(event: bytes) -> bytes:
     """Its payload; of an event that only its name says to be an error, one that says so itself."""

@@ -106,6 +106,10 @@ class Translation(ABC):
         it: an error."""
         return self.failed(RequestError(502, f"the stream was ended for {why} after {used[1]} tokens"))
 
+    def says_done(self) -> bool:
+        """The last event of the worker's stream is [DONE] and lacks the blank line behind it."""
+        return False
+
     @abstractmethod
     def end(self) -> bytes:
         """What is still owed when the worker's answer is complete; RequestError 502 when that cannot be read."""
@@ -157,6 +161,10 @@ class ChatTranslation(Translation):
         if not self.stream:
             return super().feed(data)
         return b"".join(self._told(payload) for payload in self._events.feed(data))
+
+    def says_done(self) -> bool:
+        """See `Translation`."""
+        return self._events.says_done()
 
     def forget_partial(self) -> None:
         """See `Translation`."""
