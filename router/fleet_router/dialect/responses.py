@@ -193,11 +193,12 @@ class Responses(ChatTranslation):
 
 def told_back(asked: ResponsesRequest) -> dict[str, msgspec.Raw]:
     """What a response repeats of its request: as bytes, which take a fraction of what was parsed."""
+    formed = asked.text is not None and asked.text.format is not None
     said = {
         "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens, "model": asked.model,
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
         "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
-        "temperature": asked.temperature, "text": {"format": {"type": "text"}} if asked.text is None else asked.text,
+        "temperature": asked.temperature, "text": asked.text if formed else {"format": {"type": "text"}},
         "tool_choice": asked.tool_choice or "auto", "tools": asked.tools or [], "top_p": asked.top_p, "user": asked.user,
         "metadata": asked.metadata or {},
     }  # fmt: skip

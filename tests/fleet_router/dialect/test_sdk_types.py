@@ -72,3 +72,11 @@ def test_nor_is_a_field_missing_in_a_response_that_failed():
     raw = b"".join(map(streamed.feed, events(CALLS, end=False))) + streamed.failed(RequestError(502, "x"))
     for event in told(raw):
         TYPES[Responses][1].validate_python(event)
+
+
+@pytest.mark.parametrize("text", [None, {}, {"format": None}, {"verbosity": "low"}])
+def test_a_response_without_a_format_says_that_it_is_text(text: Any):
+    """OpenAI has no null there: clients of strict languages could not read an answer to `text: {"verbosity": "low"}`."""
+    one = Responses(json.dumps({"model": "m", "input": "hi", "text": text}).encode(), "r")
+    one.feed(json.dumps(whole(TEXT)).encode())
+    assert json.loads(one.end())["text"] == {"format": {"type": "text"}}
