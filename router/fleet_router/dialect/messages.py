@@ -47,7 +47,7 @@ class Messages(ChatTranslation):
     def __init__(self, body: bytes, request_id: str) -> None:
         super().__init__(request_id)
         asked = parsed(body, MessagesRequest)
-        self.stream = asked.stream
+        self.stream = bool(asked.stream)
         self.fields = chat_request(asked)
         self._model = asked.model
         self._usage = Usage()

@@ -36,9 +36,9 @@ class Source(msgspec.Struct, frozen=True):
     """Of an image."""
 
     type: Literal["base64", "url"]
-    media_type: str = ""
-    data: str = ""
-    url: str = ""
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
 
 
 class Image(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
@@ -61,8 +61,8 @@ class ToolResult(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result
     """What a call gave."""
 
     tool_use_id: str
-    content: str | list[Text | Image] = ""
-    is_error: bool = False
+    content: str | list[Text | Image] | None = None
+    is_error: bool | None = None
     cache_control: Passed = NOTHING
 
 
@@ -71,7 +71,7 @@ class Thinking(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
     those of a call that was just answered most of all."""
 
     thinking: str = ""
-    signature: str = ""
+    signature: str | None = None
 
 
 class RedactedThinking(msgspec.Struct, frozen=True, tag_field="type", tag="redacted_thinking"):
@@ -137,7 +137,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     messages: list[Turn]
     system: str | list[Text] | None = None
     stop_sequences: list[str] | None = None
-    stream: bool = False
+    stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -296,8 +296,8 @@ def _turn(turn: Turn, number: int) -> list[dict[str, Any]]:
     return results
 
 
-def _parts(content: str | list[Text | Image]) -> list[Text | Image]:
-    return ([Text(content)] if content else []) if isinstance(content, str) else content
+def _parts(content: str | list[Text | Image] | None) -> list[Text | Image]:
+    return [Text(content)] if content and isinstance(content, str) else list(content or ())
 
 
 def _content(parts: list[Text | Image]) -> Any:
@@ -315,5 +315,5 @@ def _part(part: Text | Image) -> dict[str, Any]:
     if isinstance(part, Text):
         return {"type": "text", "text": part.text}
     source = part.source
-    url = source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data}"
+    url = source.url or "" if source.type == "url" else f"data:{source.media_type or ''};base64,{source.data or ''}"
     return {"type": "image_url", "image_url": {"url": url}}

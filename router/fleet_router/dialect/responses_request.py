@@ -26,8 +26,8 @@ class Part(msgspec.Struct, frozen=True):
     """A piece of a message."""
 
     type: Literal["input_text", "output_text", "text", "input_image", "refusal", "reasoning_text"]
-    text: str = ""
-    refusal: str = ""
+    text: str | None = None
+    refusal: str | None = None
     image_url: str | None = None
     detail: str | None = None
 
@@ -35,7 +35,8 @@ class Part(msgspec.Struct, frozen=True):
 class Item(msgspec.Struct, frozen=True):
     """An item of the input; which fields it needs follows from its type."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
+    """None: a message."""
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[Part] | None = None
     call_id: str | None = None
@@ -177,7 +178,7 @@ def _is_thought(message: dict[str, Any]) -> bool:
 
 def _add(found: list[dict[str, Any]], item: Item, where: str) -> None:
     """One item; what was thought, said and called in one turn belongs to one assistant message."""
-    if item.type == "message":
+    if item.type is None or item.type == "message":
         role = _needed(item.role, f"{where}.role")
         _needed(item.content, f"{where}.content")
         content = _content(item.content or "", where)
@@ -205,7 +206,7 @@ def _turn(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _thought(content: str | list[Part]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content)
 
 
 def _needed(value: T | None, where: str) -> T:
@@ -219,12 +220,12 @@ def _content(content: str | list[Part], where: str) -> Any:
     if isinstance(content, str):
         return content
     if all(part.type != "input_image" for part in content):
-        return "\n".join(part.text or part.refusal for part in content)
+        return "\n".join(part.text or part.refusal or "" for part in content)
     return [_part(part, where) for part in content]
 
 
 def _part(part: Part, where: str) -> dict[str, Any]:
     if part.type != "input_image":
-        return {"type": "text", "text": part.text or part.refusal}
+        return {"type": "text", "text": part.text or part.refusal or ""}
     url = given(url=_needed(part.image_url, f"{where}.content.image_url"), detail=part.detail)
     return {"type": "image_url", "image_url": url}

@@ -28,6 +28,7 @@ ENDED: Final[dict[str, str]] = {
 NAMED: Final = re.compile(r"^Object (contains unknown|missing required) field `(.*)`$", re.DOTALL)
 NAME_TOLD: Final = 200
 """Characters of a field's name that a refusal says back: a client chose it."""
+NULL: Final = msgspec.Raw(b"null")
 MOST_ANSWER_BYTES: Final = 8 * 1024 * 1024
 T = TypeVar("T")
 
@@ -38,16 +39,32 @@ def parsed(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `$")
-        field = where.rstrip("`").lstrip(".") or None
-        if (named := NAMED.match(what)) is not None:
-            name = f"{field}.{named[2]}" if field else named[2]
-            wrong = "is required" if named[1].startswith("missing") else "is no field of this request"
-            raise RequestError(400, f"{name[:NAME_TOLD]} {wrong}", param=name[:NAME_TOLD]) from error
-        what = with_allowed(what, kind, field or "")
-        raise RequestError(400, f"{field}: {what}" if field else what, param=field) from error
+        if (rest := _without_nulls(body)) is not None:
+            return parsed(rest, kind)
+        raise _invalid(error, kind) from error
     except UNREADABLE as error:
         raise not_an_object(body, error) from error
+
+
+def _without_nulls(body: bytes) -> bytes | None:
+    """Of a body that was not taken: null is what was not given, also of a field that is none of ours. None: it has no null."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except UNREADABLE:
+        return None
+    said = {name: value for name, value in fields.items() if value != NULL}
+    return msgspec.json.encode(said) if len(said) < len(fields) else None
+
+
+def _invalid(error: msgspec.ValidationError, kind: type) -> RequestError:
+    what, _, where = str(error).partition(" - at `$")
+    field = where.rstrip("`").lstrip(".") or None
+    if (named := NAMED.match(what)) is not None:
+        name = f"{field}.{named[2]}" if field else named[2]
+        wrong = "is required" if named[1].startswith("missing") else "is no field of this request"
+        return RequestError(400, f"{name[:NAME_TOLD]} {wrong}", param=name[:NAME_TOLD])
+    what = with_allowed(what, kind, field or "")
+    return RequestError(400, f"{field}: {what}" if field else what, param=field)
 
 
 def given(**fields: Any) -> dict[str, Any]:

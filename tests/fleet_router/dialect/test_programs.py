@@ -1,0 +1,118 @@
+"""Requests of real programs, whole, as they send them: what the worker is asked of each, and what the program is told."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from fleet_router.dialect.routes import translation_of
+from fleet_router.errors import RequestError
+from tests.fleet_router.chat_worker import CALLS, says
+from tests.fleet_router.rig import Rig, run
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FUNCTION: dict[str, Any] = {"name": "weather", "description": "Of a city.", "parameters": SCHEMA}
+ITEM_TOOL = {"type": "function", **FUNCTION, "strict": False}
+CHAT_TOOL = {"type": "function", "function": {**FUNCTION, "strict": False}}
+CALLED = {"id": "call_0", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Ulm"}'}}
+
+
+def said(role: str, text: str, kind: str = "input_text") -> dict[str, Any]:
+    """An item of a response's input."""
+    return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+
+
+AGENTS_SDK = {
+    "model": "m", "instructions": "Be brief.", "input": [{"role": "user", "content": "Weather?", "type": None}],
+    "include": [], "tools": [ITEM_TOOL], "stream": False, "store": None, "prompt": None, "conversation": None,
+    "previous_response_id": None, "truncation": None, "stream_options": None, "max_tool_calls": None, "context_management": None,
+    "prompt_cache_retention": None, "parallel_tool_calls": None, "reasoning": {"effort": None, "summary": None}, "metadata": None,
+}  # fmt: skip
+NULLS = {
+    "model": "m", "max_tokens": 64, "stream": None, "service_tier": "auto", "stop_sequences": None, "container": None,
+    "context_management": None, "inference_geo": None, "mcp_servers": None, "tool_choice": None, "output_format": None,
+    "messages": [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "Hm.", "signature": None},
+            {"type": "tool_use", "id": "call_0", "name": "weather", "input": {"city": "Ulm"}},
+        ]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_0", "content": None, "is_error": None}]},
+    ],
+    "tools": [{"name": "weather", "description": "Of a city.", "input_schema": SCHEMA, "type": None, "cache_control": None}],
+}  # fmt: skip
+OPEN_WEBUI = {
+    "model": "m", "stream": True, "stream_options": {"include_usage": True}, "temperature": None, "response_format": None,
+    "messages": [
+        {"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Weather?", "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+        {"role": "tool", "tool_call_id": "call_0", "content": [{"type": "text", "text": "rain"}]},
+    ],
+    "tools": [CHAT_TOOL], "parallel_tool_calls": None, "reasoning_effort": "low", "store": False, "metadata": {"chat": "1"},
+    "user": "ann", "safety_identifier": "a", "prompt_cache_key": "c", "n": None, "stop": None, "logprobs": None,
+    "max_tokens": None, "service_tier": "auto", "verbosity": "low",
+}  # fmt: skip
+ASKS = {"role": "user", "content": "Weather?"}
+ANSWERED = [{"role": "assistant", "tool_calls": [CALLED]}, {"role": "tool", "tool_call_id": "call_0", "content": "rain"}]
+BRIEF = {"role": "system", "content": "Be brief."}
+PLAIN_TOOL = {"type": "function", "function": FUNCTION}
+SENT: list[Any] = [
+    pytest.param(RESPONSES, AGENTS_SDK, {"messages": [BRIEF, ASKS], "tools": [CHAT_TOOL]}, id="agents-sdk"),
+    pytest.param(MESSAGES, NULLS, {
+        "messages": [ASKS, {**ANSWERED[0], "reasoning": "Hm."}, {**ANSWERED[1], "content": ""}], "tools": [PLAIN_TOOL],
+        "max_tokens": 64,
+    }, id="anthropic-nulls"),
+]  # fmt: skip
+
+
+def call_of(path: str, streamed: bool, body: bytes) -> tuple[Any, ...]:
+    """(name, arguments, usage) as the program reads the call out of what it is told."""
+    events = [json.loads(line[6:]) for line in body.splitlines() if line.startswith(b"data: ") and line != b"data: [DONE]"]
+    if path == RESPONSES:
+        response = events[-1]["response"] if streamed else json.loads(body)
+        call = response["output"][-1]
+        return call["name"], json.loads(call["arguments"]), response["usage"]["output_tokens"]
+    if not streamed:
+        message = json.loads(body)
+        return message["content"][-1]["name"], message["content"][-1]["input"], message["usage"]["output_tokens"]
+    (name,) = (one["content_block"]["name"] for one in events if one.get("content_block", {}).get("type") == "tool_use")
+    pieces = [one["delta"].get("partial_json", "") for one in events if one["type"] == "content_block_delta"]
+    return name, json.loads("".join(pieces)), events[-2]["usage"]["output_tokens"]
+
+
+@pytest.mark.parametrize(("path", "asked", "sent"), SENT)
+def test_a_program_gets_what_it_asks_for(path: str, asked: dict[str, Any], sent: dict[str, Any]):
+    """Each was refused for a field that is null, only informs, or asks for what is done anyway."""
+
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = says(CALLS, "tool_calls")
+        status, body = await rig.post(asked, path)
+        assert status == 200, body
+        streamed = bool(asked["stream"])
+        assert call_of(path.partition("?")[0], streamed, body.replace(b"\r\n", b"\n")) == ("weather", {"city": "Bonn"}, 4)
+        told = rig.decode[0].seen[-1]
+        options = {"stream_options": {"include_usage": True}} if streamed else {}
+        assert told | {"model": "m", "stream": streamed, **options, **sent} == told
+        assert told.keys() - {"model", "stream", "max_tokens", "max_completion_tokens", *options} == sent.keys() - {"max_tokens"}
+
+    run(go, prefill=0)
+
+
+def test_a_chat_goes_on_as_it_came():
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = says(CALLS, "tool_calls")
+        status, _ = await rig.post(OPEN_WEBUI, CHAT)
+        told = rig.decode[0].seen[-1]
+        assert (status, {name: told.get(name) for name in OPEN_WEBUI if name != "max_tokens"}) == (
+            200, {name: value for name, value in OPEN_WEBUI.items() if name != "max_tokens"},
+        )  # fmt: skip
+
+    run(go, prefill=0)
+
+
+def test_a_body_of_nulls_that_ends_within_is_told_as_before():
+    with pytest.raises(RequestError, match=r"container is no field"):
+        translation_of(MESSAGES.encode(), b'{"container": null, "model": "m"', "r")
