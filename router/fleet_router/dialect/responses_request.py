@@ -1,7 +1,8 @@
 """OpenAI's POST /v1/responses to a chat request (platform.openai.com, Responses API).
 
-Nothing is stored: the conversation comes with every request, `previous_response_id` and `background` are refused, and answers say
-`store: false`. Tools are functions; OpenAI's hosted tools are refused by name.
+Nothing is stored: the conversation comes with every request, what names one that was kept (`previous_response_id`,
+`conversation`) and `background` are refused, and answers say `store: false`. Tools are functions; OpenAI's hosted tools are
+refused by name. What cannot change an answer is taken and passed over, as vLLM does.
 """
 
 from __future__ import annotations
@@ -20,6 +21,17 @@ THOUGHT: Final = "reasoning"
 """Goes back as from vLLM's own endpoint: templates know of which turns their model is to see it, those of a call that was just
 answered most of all."""
 STATELESS: Final = "this router stores no responses: send the whole conversation in input"
+KEPT: Final = {
+    "previous_response_id": STATELESS, "conversation": STATELESS,
+    "prompt": "this router stores no prompts: send instructions and input",
+}  # fmt: skip
+"""What a request may name that somebody was to have kept."""
+INCLUDED: Final = frozenset({
+    "reasoning.encrypted_content",
+    "web_search_call.results", "web_search_call.action.sources", "file_search_call.results", "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url", "message.input_image.image_url",
+})  # fmt: skip
+"""What may be asked for beside the answer, of things that are in none: thoughts are told as they are, and no hosted tool runs."""
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -73,7 +85,7 @@ class Format(msgspec.Struct, frozen=True):
 
 
 class TextOptions(msgspec.Struct, frozen=True):
-    """`verbosity` is not served: it would do nothing."""
+    """`verbosity` is passed over: engines know none."""
 
     format: Format | None = None
 
@@ -107,18 +119,30 @@ class ResponsesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     background: Literal[False] | None = None
     include: list[str] | None = None
     previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
     user: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     service_tier: str | None = None
+    prompt_cache_key: Passed = NOTHING
+    prompt_cache_options: Passed = NOTHING
+    prompt_cache_retention: Passed = NOTHING
+    client_metadata: Passed = NOTHING
+    """Codex's, of the program itself."""
+    max_tool_calls: Passed = NOTHING
+    """Of hosted tools."""
+    stream_options: Passed = NOTHING
+    """Whether events are padded so that nobody learns from their length; vLLM does not, either."""
 
 
 def chat_request(asked: ResponsesRequest) -> dict[str, Any]:
     """The chat request, without stream fields; RequestError 400 for state that nobody keeps."""
-    if asked.previous_response_id is not None:
-        raise RequestError(400, f"previous_response_id: {STATELESS}", param="previous_response_id")
-    if asked.include:
-        raise RequestError(400, f"include: {asked.include[0]} is not served", param="include")
+    for name, why in KEPT.items():
+        if getattr(asked, name) is not None:
+            raise RequestError(400, f"{name}: {why}", param=name)
+    for included in asked.include or ():
+        if included not in INCLUDED:
+            raise RequestError(400, f"include: {included} is not served", param="include")
     return given(
         model=asked.model,
         messages=_messages(asked),

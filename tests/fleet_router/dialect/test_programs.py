@@ -25,11 +25,37 @@ def said(role: str, text: str, kind: str = "input_text") -> dict[str, Any]:
     return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
 
 
+CODEX = {
+    "model": "m", "instructions": "You are Codex.", "tools": [ITEM_TOOL], "tool_choice": "auto", "parallel_tool_calls": False,
+    "input": [
+        said("developer", "<permissions>"), said("user", "<environment_context>"), said("user", "Weather?"),
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+        {"type": "function_call", "name": "weather", "arguments": '{"city":"Ulm"}', "call_id": "call_0"},
+        {"type": "function_call_output", "call_id": "call_0", "output": "rain"},
+    ],
+    "reasoning": {"effort": "medium", "summary": "auto"}, "store": False, "stream": True,
+    "include": ["reasoning.encrypted_content"], "prompt_cache_key": "0199", "text": {"verbosity": "low"},
+    "client_metadata": {"x-codex-installation-id": "8d1f", "x-codex-window-id": "0199:0"},
+}  # fmt: skip
+AI_SDK = {
+    "model": "m", "stream": True, "store": False, "include": ["reasoning.encrypted_content"], "tools": [ITEM_TOOL],
+    "tool_choice": "auto", "max_tool_calls": 9, "prompt_cache_retention": "24h", "safety_identifier": "u", "service_tier": "auto",
+    "input": [
+        {"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}], "id": "msg_1"},
+        {"type": "function_call", "call_id": "call_0", "name": "weather", "arguments": '{"city":"Ulm"}', "id": "fc_1"},
+        {"type": "function_call_output", "call_id": "call_0", "output": [{"type": "input_text", "text": "rain"}]},
+    ],
+}  # fmt: skip
 AGENTS_SDK = {
     "model": "m", "instructions": "Be brief.", "input": [{"role": "user", "content": "Weather?", "type": None}],
     "include": [], "tools": [ITEM_TOOL], "stream": False, "store": None, "prompt": None, "conversation": None,
     "previous_response_id": None, "truncation": None, "stream_options": None, "max_tool_calls": None, "context_management": None,
     "prompt_cache_retention": None, "parallel_tool_calls": None, "reasoning": {"effort": None, "summary": None}, "metadata": None,
+}  # fmt: skip
+OPENAI_SDK = {
+    "model": "m", "input": "Weather?", "stream": True, "stream_options": {"include_obfuscation": False}, "tools": [ITEM_TOOL],
+    "prompt_cache_options": {"mode": "implicit"},
 }  # fmt: skip
 NULLS = {
     "model": "m", "max_tokens": 64, "stream": None, "service_tier": "auto", "stop_sequences": None, "container": None,
@@ -60,7 +86,17 @@ ANSWERED = [{"role": "assistant", "tool_calls": [CALLED]}, {"role": "tool", "too
 BRIEF = {"role": "system", "content": "Be brief."}
 PLAIN_TOOL = {"type": "function", "function": FUNCTION}
 SENT: list[Any] = [
+    pytest.param(RESPONSES, CODEX, {
+        "messages": [{"role": "system", "content": "You are Codex."}, {"role": "system", "content": "<permissions>"},
+                     {"role": "user", "content": "<environment_context>"}, ASKS, *ANSWERED],
+        "tools": [CHAT_TOOL], "tool_choice": "auto", "parallel_tool_calls": False, "reasoning_effort": "medium",
+    }, id="codex"),
+    pytest.param(RESPONSES, AI_SDK, {
+        "messages": [BRIEF, ASKS, {**ANSWERED[0], "content": "I look."}, ANSWERED[1]],
+        "tools": [CHAT_TOOL], "tool_choice": "auto",
+    }, id="ai-sdk"),
     pytest.param(RESPONSES, AGENTS_SDK, {"messages": [BRIEF, ASKS], "tools": [CHAT_TOOL]}, id="agents-sdk"),
+    pytest.param(RESPONSES, OPENAI_SDK, {"messages": [ASKS], "tools": [CHAT_TOOL]}, id="openai-sdk"),
     pytest.param(MESSAGES, NULLS, {
         "messages": [ASKS, {**ANSWERED[0], "reasoning": "Hm."}, {**ANSWERED[1], "content": ""}], "tools": [PLAIN_TOOL],
         "max_tokens": 64,
@@ -111,6 +147,25 @@ def test_a_chat_goes_on_as_it_came():
         )  # fmt: skip
 
     run(go, prefill=0)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "more", "words"),
+    [
+        (RESPONSES, CODEX, {"conversation": "conv_1"}, "conversation: this router stores no responses"),
+        (RESPONSES, CODEX, {"conversation": {"id": "conv_1"}}, "conversation: this router stores no responses"),
+        (RESPONSES, CODEX, {"prompt": {"id": "pmpt_1"}}, "prompt: this router stores no prompts"),
+        (RESPONSES, CODEX, {"previous_response_id": "resp_1"}, "previous_response_id: this router stores no responses"),
+        (RESPONSES, CODEX, {"include": ["message.output_text.logprobs"]}, "include: message.output_text.logprobs is not served"),
+        (RESPONSES, CODEX, {"tools": [{"type": "web_search", "external_web_access": False}]}, "tools[0].type: Invalid enum"),
+        (RESPONSES, CODEX, {"context_management": [{"type": "compaction"}]}, "context_management is no field"),
+        (RESPONSES, CODEX, {"model": None}, "model is required"),
+    ],
+)  # fmt: skip
+def test_what_would_change_the_answer_is_refused_by_name(path: str, asked: dict[str, Any], more: dict[str, Any], words: str):
+    with pytest.raises(RequestError) as refused:
+        translation_of(path.encode(), json.dumps({**asked, **more}).encode(), "r")
+    assert (refused.value.status, str(refused.value)[: len(words)]) == (400, words)
 
 
 def test_a_body_of_nulls_that_ends_within_is_told_as_before():
