@@ -1,7 +1,7 @@
 """Anthropic's POST /v1/messages to a chat request (docs.anthropic.com, Messages API).
 
 Fields that change what comes out and that we cannot honour are refused by name; those that only inform are taken and passed over
-(`metadata`, `service_tier`, `cache_control`: prefixes are cached for everybody here).
+(`metadata`, `service_tier`, `speed`, `diagnostics`, `cache_control`: prefixes are cached for everybody here).
 """
 
 from __future__ import annotations
@@ -129,6 +129,19 @@ class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: OutputFormat | None = None
 
 
+class ClearThinking(msgspec.Struct, frozen=True):
+    """Of how many turns the thoughts are to be seen: the model's own template knows that, and has the last word."""
+
+    type: Literal["clear_thinking_20251015"]
+
+
+class ContextManagement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is to be taken out of the conversation. Claude Code asks with each request that thinks for all thoughts to be kept; to
+    clear results of tools or to sum up, as the provider does, is refused: who asks for it counts on it."""
+
+    edits: list[ClearThinking] | None = None
+
+
 class MessagesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body."""
 
@@ -145,9 +158,13 @@ class MessagesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingMode | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
     cache_control: Passed = NOTHING
     metadata: Passed = NOTHING
     service_tier: Passed = NOTHING
+    speed: Passed = NOTHING
+    diagnostics: Passed = NOTHING
+    """Why the provider's cache did not hold a prompt."""
 
 
 class CountRequest(msgspec.Struct, frozen=True):

@@ -18,6 +18,8 @@ FUNCTION: dict[str, Any] = {"name": "weather", "description": "Of a city.", "par
 ITEM_TOOL = {"type": "function", **FUNCTION, "strict": False}
 CHAT_TOOL = {"type": "function", "function": {**FUNCTION, "strict": False}}
 CALLED = {"id": "call_0", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Ulm"}'}}
+KEPT = {"type": "ephemeral", "ttl": "1h"}
+CLEARS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
 
 def said(role: str, text: str, kind: str = "input_text") -> dict[str, Any]:
@@ -56,6 +58,23 @@ AGENTS_SDK = {
 OPENAI_SDK = {
     "model": "m", "input": "Weather?", "stream": True, "stream_options": {"include_obfuscation": False}, "tools": [ITEM_TOOL],
     "prompt_cache_options": {"mode": "implicit"},
+}  # fmt: skip
+CLAUDE_CODE = {
+    "model": "m", "max_tokens": 64, "stream": True, "metadata": {"user_id": "user_0_account__session_0"},
+    "system": [{"type": "text", "text": "You are Claude Code.", "cache_control": KEPT}],
+    "tools": [{"name": "weather", "description": "Of a city.", "input_schema": SCHEMA, "eager_input_streaming": True}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+            {"type": "tool_use", "id": "call_0", "name": "weather", "input": {"city": "Ulm"}, "caller": {"type": "direct"}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "call_0", "content": "rain", "is_error": False, "cache_control": KEPT},
+        ]},
+    ],
+    "thinking": {"type": "adaptive", "display": "summarized"}, "output_config": {"effort": "high"},
+    "context_management": CLEARS, "diagnostics": {"previous_message_id": None}, "speed": "standard",
 }  # fmt: skip
 NULLS = {
     "model": "m", "max_tokens": 64, "stream": None, "service_tier": "auto", "stop_sequences": None, "container": None,
@@ -97,6 +116,11 @@ SENT: list[Any] = [
     }, id="ai-sdk"),
     pytest.param(RESPONSES, AGENTS_SDK, {"messages": [BRIEF, ASKS], "tools": [CHAT_TOOL]}, id="agents-sdk"),
     pytest.param(RESPONSES, OPENAI_SDK, {"messages": [ASKS], "tools": [CHAT_TOOL]}, id="openai-sdk"),
+    pytest.param(f"{MESSAGES}?beta=true", CLAUDE_CODE, {
+        "messages": [{"role": "system", "content": "You are Claude Code."}, ASKS, {**ANSWERED[0], "reasoning": "Hm."},
+                     ANSWERED[1]],
+        "tools": [PLAIN_TOOL], "max_tokens": 64, "reasoning_effort": "high",
+    }, id="claude-code"),
     pytest.param(MESSAGES, NULLS, {
         "messages": [ASKS, {**ANSWERED[0], "reasoning": "Hm."}, {**ANSWERED[1], "content": ""}], "tools": [PLAIN_TOOL],
         "max_tokens": 64,
@@ -160,6 +184,12 @@ def test_a_chat_goes_on_as_it_came():
         (RESPONSES, CODEX, {"tools": [{"type": "web_search", "external_web_access": False}]}, "tools[0].type: Invalid enum"),
         (RESPONSES, CODEX, {"context_management": [{"type": "compaction"}]}, "context_management is no field"),
         (RESPONSES, CODEX, {"model": None}, "model is required"),
+        (
+            MESSAGES, CLAUDE_CODE, {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "context_management.edits[0].type: Invalid enum value 'clear_tool_uses_20250919'; allowed are clear_thinking_",
+        ),
+        (MESSAGES, CLAUDE_CODE, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type: Invalid enum value"),
+        (MESSAGES, CLAUDE_CODE, {"mcp_servers": [{"type": "url"}]}, "mcp_servers is no field"),
     ],
 )  # fmt: skip
 def test_what_would_change_the_answer_is_refused_by_name(path: str, asked: dict[str, Any], more: dict[str, Any], words: str):
