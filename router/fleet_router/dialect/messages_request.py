@@ -259,8 +259,11 @@ def chat_messages(turns: list[Turn], system: str | list[Text] | None) -> list[di
     found: list[dict[str, Any]] = []
     if system and (said := _unbilled([Text(system)] if isinstance(system, str) else system)):
         found.append({"role": "system", "content": _joined(said)})
+    before = len(found)
     for number, turn in enumerate(turns):
         found += [{"role": turn.role, "content": turn.content}] if isinstance(turn.content, str) else _turn(turn, number)
+    if turns and len(found) == before:
+        raise RequestError(400, "messages: nothing is said in them", param="messages")
     return found
 
 

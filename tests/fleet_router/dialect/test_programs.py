@@ -190,6 +190,7 @@ def test_a_chat_goes_on_as_it_came():
         ),
         (MESSAGES, CLAUDE_CODE, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type: Invalid enum value"),
         (MESSAGES, CLAUDE_CODE, {"mcp_servers": [{"type": "url"}]}, "mcp_servers is no field"),
+        (MESSAGES, CLAUDE_CODE, {"messages": [{"role": "user", "content": []}]}, "messages: nothing is said in them"),
     ],
 )  # fmt: skip
 def test_what_would_change_the_answer_is_refused_by_name(path: str, asked: dict[str, Any], more: dict[str, Any], words: str):
