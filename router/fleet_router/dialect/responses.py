@@ -8,8 +8,8 @@ import msgspec
 
 from fleet_router.dialect.calls import Calls
 from fleet_router.dialect.chat import Completion, Message, ToolCall, Usage
-from fleet_router.dialect.responses_request import ResponsesRequest, chat_request
-from fleet_router.dialect.translation import ENDED, ChatTranslation, event, parsed
+from fleet_router.dialect.responses_request import ResponsesRequest, chat_request, read
+from fleet_router.dialect.translation import ENDED, ChatTranslation, event
 from fleet_router.errors import RequestError
 
 SERVER_ERRORS: Final = 500
@@ -32,7 +32,7 @@ class Responses(ChatTranslation):
 
     def __init__(self, body: bytes, request_id: str) -> None:
         super().__init__(request_id)
-        asked = parsed(body, ResponsesRequest)
+        asked = read(body)
         self.stream = bool(asked.stream)
         self.fields = chat_request(asked)
         self._told_back = told_back(asked)

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
-from fleet_router.dialect.translation import given
+from fleet_router.dialect.translation import given, parsed
 from fleet_router.errors import RequestError
 
 Passed = msgspec.Raw
@@ -21,6 +21,7 @@ THOUGHT: Final = "reasoning"
 """Goes back as from vLLM's own endpoint: templates know of which turns their model is to see it, those of a call that was just
 answered most of all."""
 STATELESS: Final = "this router stores no responses: send the whole conversation in input"
+REFERENCE: Final = "item_reference"
 KEPT: Final = {
     "previous_response_id": STATELESS, "conversation": STATELESS,
     "prompt": "this router stores no prompts: send instructions and input",
@@ -133,6 +134,19 @@ class ResponsesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of hosted tools."""
     stream_options: Passed = NOTHING
     """Whether events are padded so that nobody learns from their length; vLLM does not, either."""
+
+
+def read(body: bytes) -> ResponsesRequest:
+    """The request; RequestError 400. An item of the conversation by its id alone is what the AI SDK sends unless it is told
+    `store: false`: its user wrote no item, and would look for one in vain."""
+    try:
+        return parsed(body, ResponsesRequest)
+    except RequestError as error:
+        where = (error.param or "").removesuffix(".type")
+        if not str(error).startswith(f"{where}.type: Invalid enum value '{REFERENCE}'"):
+            raise
+        told = f"{where}: an {REFERENCE} is not served: {STATELESS} (store: false, in most SDKs)"
+        raise RequestError(400, told, param="input") from error
 
 
 def chat_request(asked: ResponsesRequest) -> dict[str, Any]:

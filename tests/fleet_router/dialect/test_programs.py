@@ -180,6 +180,10 @@ def test_a_chat_goes_on_as_it_came():
         (RESPONSES, CODEX, {"conversation": {"id": "conv_1"}}, "conversation: this router stores no responses"),
         (RESPONSES, CODEX, {"prompt": {"id": "pmpt_1"}}, "prompt: this router stores no prompts"),
         (RESPONSES, CODEX, {"previous_response_id": "resp_1"}, "previous_response_id: this router stores no responses"),
+        (
+            RESPONSES, AI_SDK, {"input": [{"role": "user", "content": "a"}, {"type": "item_reference", "id": "msg_1"}]},
+            "input[1]: an item_reference is not served: this router stores no responses: send the whole conversation",
+        ),
         (RESPONSES, CODEX, {"include": ["message.output_text.logprobs"]}, "include: message.output_text.logprobs is not served"),
         (RESPONSES, CODEX, {"tools": [{"type": "web_search", "external_web_access": False}]}, "tools[0].type: Invalid enum"),
         (RESPONSES, CODEX, {"context_management": [{"type": "compaction"}]}, "context_management is no field"),
