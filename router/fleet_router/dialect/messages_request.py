@@ -203,7 +203,7 @@ def chat_request(asked: MessagesRequest) -> dict[str, Any]:
         top_p=asked.top_p,
         top_k=asked.top_k,
         tools=chat_tools(asked.tools),
-        tool_choice=_choice(choice) if choice is not None else None,
+        tool_choice=_choice(choice, bool(asked.tools)) if choice is not None else None,
         parallel_tool_calls=False if single else None,
         thinking_token_budget=_budget(asked.thinking, asked.max_tokens) if asked.thinking is not None else None,
         reasoning_effort=_effort(asked),
@@ -246,12 +246,13 @@ def _function(tool: Tool) -> dict[str, Any]:
     return given(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
 
 
-def _choice(choice: ToolChoice) -> Any:
+def _choice(choice: ToolChoice, tools: bool) -> Any:
+    """Without tools `auto` says nothing, and vLLM's chat refuses it there."""
     if choice.type == "tool":
         if not choice.name:
             raise RequestError(400, "tool_choice.name is required", param="tool_choice")
         return {"type": "function", "function": {"name": choice.name}}
-    return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
+    return {"auto": "auto" if tools else None, "any": "required", "none": "none"}[choice.type]
 
 
 def chat_messages(turns: list[Turn], system: str | list[Text] | None) -> list[dict[str, Any]]:

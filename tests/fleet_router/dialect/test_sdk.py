@@ -200,9 +200,10 @@ def test_responses_call_functions_and_take_their_output(streamed: bool):
     run(go)
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize(("choice", "status"), [("auto", 200), ("none", 200), ("required", 400)])
-def test_responses_may_leave_it_to_the_model_whether_to_call_without_tools(choice: Any, status: int):
-    """`tools: []` was left out and `auto` was not, which vLLM refuses: 400 to what OpenAI answers."""
+def test_it_may_be_left_to_the_model_whether_to_call_without_tools(path: str, choice: str, status: int):
+    """`tools: []` was left out and `auto` was not, which vLLM refuses: 400 to what OpenAI answers, and vLLM's own endpoints."""
 
     async def go(rig: Rig) -> None:
         async def like_vllm(body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
@@ -212,10 +213,13 @@ def test_responses_may_leave_it_to_the_model_whether_to_call_without_tools(choic
             return await says(TEXT)(body, writer)
 
         rig.decode[0].behave = like_vllm
-        asked = {"model": "m", "input": "x", "tools": [], "tool_choice": choice}
-        found, body = await rig.post(asked, "/v1/responses")
+        asked: dict[str, Any] = {"model": "m", "input": "x", "tools": [], "tool_choice": choice}
+        if path == "/v1/messages":
+            kind = {"required": "any"}.get(choice, choice)
+            asked = {"model": "m", "max_tokens": 9, "messages": TURNS, "tools": [], "tool_choice": {"type": kind}}
+        found, body = await rig.post(asked, path)
         assert found == status
-        assert status != 200 or json.loads(body)["tool_choice"] == choice
+        assert status != 200 or path == "/v1/messages" or json.loads(body)["tool_choice"] == choice
 
     run(go, prefill=0)
 
