@@ -206,7 +206,18 @@ def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
     for message in found:
         if THOUGHT in message:
             message[THOUGHT] = "".join(message[THOUGHT])
-    return [message for message in found if not _is_thought(message)]
+    rows = [message for message in found if not _is_thought(message)]
+    return _begun_by_system(rows) if any(item.role == "developer" for item in asked.input) else rows
+
+
+def _begun_by_system(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What developers say is the system's, and many templates take one message of it, at the beginning alone: put together there,
+    as vLLM does with what it knows for a developer's."""
+    told = [row["content"] for row in rows if row["role"] == "system"]
+    if not told or not all(isinstance(content, str) for content in told):
+        return rows
+    others = [row for row in rows if row["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(filter(None, told))}, *others]
 
 
 def _is_thought(message: dict[str, Any]) -> bool:

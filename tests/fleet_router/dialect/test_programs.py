@@ -106,7 +106,7 @@ BRIEF = {"role": "system", "content": "Be brief."}
 PLAIN_TOOL = {"type": "function", "function": FUNCTION}
 SENT: list[Any] = [
     pytest.param(RESPONSES, CODEX, {
-        "messages": [{"role": "system", "content": "You are Codex."}, {"role": "system", "content": "<permissions>"},
+        "messages": [{"role": "system", "content": "You are Codex.\n\n<permissions>"},
                      {"role": "user", "content": "<environment_context>"}, ASKS, *ANSWERED],
         "tools": [CHAT_TOOL], "tool_choice": "auto", "parallel_tool_calls": False, "reasoning_effort": "medium",
     }, id="codex"),
@@ -159,6 +159,28 @@ def test_a_program_gets_what_it_asks_for(path: str, asked: dict[str, Any], sent:
         assert told.keys() - {"model", "stream", "max_tokens", "max_completion_tokens", *options} == sent.keys() - {"max_tokens"}
 
     run(go, prefill=0)
+
+
+@pytest.mark.parametrize(
+    ("roles", "sent"),
+    [
+        ("sdud", "Zu"),
+        ("udu", "Zuu"),
+        ("d", "Z"),
+        ("susu", "susu"),  # whoever says system where it stands means it there
+    ],
+)
+def test_what_developers_say_stands_at_the_beginning(roles: str, sent: str):
+    """Of several messages of the system, or of one further down, chat templates that take one at the beginning (Qwen3.5's,
+    Llama's) refuse the conversation or leave them out. vLLM puts them together for a developer's, which we told as a system's."""
+    names = {"s": "system", "d": "developer", "u": "user"}
+    items = [said(names[role], f"{number}") for number, role in enumerate(roles)]
+    one = translation_of(RESPONSES.encode(), json.dumps({"model": "m", "input": items}).encode(), "r")
+    assert one is not None
+    told = json.loads(one.take_body())["messages"]
+    assert [message["role"] for message in told] == [{**names, "Z": "system"}[role] for role in sent]
+    if sent[0] == "Z":
+        assert told[0]["content"] == "\n\n".join(f"{number}" for number, role in enumerate(roles) if role in "sd")
 
 
 def test_a_chat_goes_on_as_it_came():
