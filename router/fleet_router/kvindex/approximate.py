@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from fleet_router.kvindex.masks import LOWEST_BIT, REBUILT_AT, depths, without_bit
-from fleet_router.kvindex.pieces import BYTES_OF, MAX_PIECES, PIECE_BYTES, bytes_of, pieces_in
+from fleet_router.kvindex.pieces import BEGINNING_BYTES, BYTES_OF, FINE_PIECES, MAX_PIECES, PIECE_BYTES, bytes_of, pieces_in
 
 GENERATIONS: Final = 8
 """In a worker's capacity."""
@@ -30,6 +30,10 @@ SHARED: Final = GENERATION
 """Of a key that more than one worker had: each has its own, in `_Held.shared`."""
 LEAST_KEYS: Final = 64
 MOST_NEWS: Final = 256
+SHORT_PIECES: Final = BEGINNING_BYTES // PIECE_BYTES
+"""Of prompts with no more it is not noted where they part from others."""
+ENDS_MOST: Final = 1024
+"""Beginnings of which it is noted; then that begins anew."""
 
 
 class _Held:
@@ -123,9 +127,15 @@ class _Held:
     def forget_oldest(self, masks: dict[int, int]) -> None:
         """What was not used since. A prompt's beginning may have been, its end then not: from the end on."""
         number, prompts = self.older.popleft()
+        alone = self.bit | number
         for start, keys in prompts:
             for at in range(len(keys) - 1, -1, -1):
-                used = self.generation(masks, key := keys[at])
+                if masks.get(key := keys[at], 0) == alone:  # nearly all: no more is looked for than what must be
+                    del masks[key]
+                    self.keys -= 1
+                    self.bytes -= BYTES_OF[start + at + 1] - BYTES_OF[start + at]
+                    continue
+                used = self.generation(masks, key)
                 if used >= 0:
                     if used != number:
                         break  # later
@@ -174,6 +184,8 @@ class ApproximateIndex:
         self._capacity = capacity
         self.masks: dict[int, int] = {}
         """Key → workers as bits, and GENERATION."""
+        self._ends: dict[int, int] = {}
+        """Key of a prompt's beginning → how deep the last prompt with it was known."""
         self._held: dict[str, _Held] = {}
         self._by_bit: dict[int, _Held] = {}
         self.news: dict[tuple[str, int], Sequence[int]] | None = None
@@ -217,8 +229,19 @@ class ApproximateIndex:
             held.size(part, held.most_bytes)
 
     def depths(self, keys: Sequence[int], among: int = -1) -> list[tuple[int, int]]:
-        """(pieces, workers as bits), the deepest first."""
-        return depths(self.masks, keys, among & ~GENERATION)
+        """(pieces, workers as bits), the deepest first. Prompts that share a beginning (a system prompt, say) mostly part at the
+        same place: it is looked at first. Each look into a large index waits for memory, which is most of a decision."""
+        size = len(keys)
+        if size <= SHORT_PIECES:
+            return depths(self.masks, keys, among & ~GENERATION)
+        beginning = keys[FINE_PIECES - 1 if size > FINE_PIECES else SHORT_PIECES - 1]
+        likely = self._ends.get(beginning, 0)
+        found = depths(self.masks, keys, among & ~GENERATION, likely)
+        if found and found[0][0] != likely:
+            if len(self._ends) >= ENDS_MOST:
+                self._ends.clear()
+            self._ends[beginning] = found[0][0]
+        return found
 
     def add(self, keys: Sequence[int], worker: str) -> None:
         """This worker is being sent a prompt with these keys."""

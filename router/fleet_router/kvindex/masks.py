@@ -43,25 +43,26 @@ class Bits:
             self._free.append(bit)
 
 
-def depths(masks: dict[int, int], keys: Sequence[int], among: int) -> list[tuple[int, int]]:
+def depths(masks: dict[int, int], keys: Sequence[int], among: int, likely: int = 0) -> list[tuple[int, int]]:
     """(keys held, workers), the deepest first, of those in `among`.
 
     Whoever holds a key is taken to hold all before it, so that a depth is found by bisection: a prompt of a thousand keys costs
-    ten look-ups for each different depth. Caches evict the end of a prompt before its beginning; where one does not, the hint
-    is wrong.
+    ten look-ups for each different depth, or two for a deepest one that is `likely`: it is looked at first, and then the key
+    behind it. Caches evict the end of a prompt before its beginning; where one does not, the hint is wrong.
     """
     alive = masks.get(keys[0], 0) & among if keys else 0
     found: list[tuple[int, int]] = []
-    high = len(keys)
+    high, guess = len(keys), likely - 1
     while alive:
         if len(found) == STEPS_MOST:
             found.append((1, alive))
             break
         low, top, here = 0, high, alive
         while top - low > 1:  # they hold the key at `low`; not the one at `top`
-            middle = low + top >> 1
+            middle = guess if low < guess < top else low + top >> 1
             if held := masks.get(keys[middle], 0) & alive:
                 low, here = middle, held
+                guess = likely if middle == likely - 1 else 0
             else:
                 top = middle
         found.append((low + 1, here))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_router.kvindex.approximate import GENERATIONS, GENERATIONS_MOST, LEAST_KEYS, ApproximateIndex
+from fleet_router.kvindex.approximate import ENDS_MOST, GENERATIONS, GENERATIONS_MOST, LEAST_KEYS, ApproximateIndex
 from fleet_router.kvindex.masks import LOWEST_BIT, STEPS_MOST, Bits, depths
 from fleet_router.kvindex.pieces import bytes_of, key_chain
 
@@ -286,6 +286,37 @@ def test_a_long_prompt_costs_few_look_ups_and_many_depths_are_lumped():
         assert not union & mask
         union |= mask
     assert union == (1 << 100) - 1
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 40), st.integers(-3, 60))
+def test_where_it_is_looked_first_changes_no_depth(held_by: list[int], size: int, likely: int):
+    masks = {key: sum(1 << i for i, most in enumerate(held_by) if key < most) for key in range(40)}
+    keys = list(range(size))
+    assert depths(masks, keys, -1, likely) == depths(masks, keys, -1)
+    assert depths(masks, keys, 0b101, likely) == depths(masks, keys, 0b101)
+
+
+def test_where_prompts_with_one_beginning_part_is_looked_at_first():
+    """A system prompt of 10 KB, and a question of a KB behind it."""
+    index = joined("w")
+    for beginning in range(3):
+        shared = [beginning * 1_000 + i for i in range(34)]
+        index.add(shared, "w")
+        for question in range(5):
+            keys = [*shared, *(100_000 + 100 * question + 10_000 * beginning + i for i in range(300))]
+            index.masks = masks = Counted(index.masks)
+            assert index.depths(keys) == [(34, LOWEST_BIT)]
+            assert masks.looks <= (3 if question else 12)
+    assert len(index._ends) == 3
+
+
+def test_of_few_beginnings_it_is_noted_where_prompts_part():
+    index = joined("w")
+    for beginning in range(2 * ENDS_MOST + 10):
+        keys = [beginning * 100 + i for i in range(9)]
+        index.add(keys, "w")
+        assert index.depths(keys) == [(9, LOWEST_BIT)]
+        assert len(index._ends) <= ENDS_MOST
 
 
 def test_a_prompt_that_comes_again_and_again_pushes_nobody_out():
