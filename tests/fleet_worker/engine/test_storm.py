@@ -197,16 +197,18 @@ def clocks_of(source: str) -> list[str]:
 
 def test_a_clock_that_jumps_ends_no_lease_no_drain_and_no_timer():
     """A wall clock is set by nine hours (a time zone for UTC, NTP after a pause): it is only told, in an answer's `created`, an
-    event's `ts` and to a chat template that asks what day it is; whatever is reckoned with is monotonic. The one exception
-    compares clocks of two machines: how old a question for hot prefixes is. What a jump does there (it is refused, nothing else)
-    is in `transfer/test_trust.py`."""
+    event's `ts` and to a chat template that asks what day it is; whatever is reckoned with is monotonic. One exception compares
+    clocks of two machines: how old a question for hot prefixes is. What a jump does there (it is refused, nothing else) is in
+    `transfer/test_trust.py`. The other is how long ago a part of a download was written, which files tell by the wall clock: what
+    was left is removed under the cache's lock, where nobody of ours fetches, so that a jump takes nobody's."""
     found = {}
     for part in ("fleet_worker", "fleet_wire"):
         for path in sorted((Path(fleet_worker.__file__).parents[1] / part).rglob("*.py")):
             if clocks := clocks_of(path.read_text("utf-8")):
                 found[path.name] = clocks
     assert found == {
-        "answer.py": ["time.time"], "kvevents.py": ["time.time"], "today.py": ["datetime.now"], "trust.py": ["time.time_ns"]
+        "answer.py": ["time.time"], "hub.py": ["time.time"], "kvevents.py": ["time.time"], "today.py": ["datetime.now"],
+        "trust.py": ["time.time_ns"],
     }  # fmt: skip
 
 
