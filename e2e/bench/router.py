@@ -4,7 +4,8 @@
 CPU is user and system time of the router's processes. A chunk's cost is the slope between short and long streams, twice: flooded
 (the worker writes all events at once: what handling an event costs) and paced (an event per stream every 5 ms: on top of it one
 wake-up, one receive and one send of the kernel per event, the same for every router). Rounds alternate the order; figures are
-medians, ratios medians of the rounds' ratios. TTFT p99 is of all rounds' streams together, some 10,000: of one round's it is the
+medians, ratios medians of the rounds' ratios. All of it is started several times: where a process has its memory decides a tenth
+of its figures, for as long as it runs. TTFT p99 is of all rounds' streams together, some 10,000: of one round's it is the
 eleventh slowest, which differs by a third from round to round; how far its ratio goes when one round is left out is told with it.
 It is told twice: of all streams, of which one in seven is the first of 32 connections that come at once, and of those on
 connections that are kept, as clients with a pool have it. Whole answers are asked for with prompts of three sizes; streams have
@@ -37,7 +38,8 @@ from e2e.bench.tenants import ON, TENANTS, keyed
 from fleet_router.config import TraceConfig
 from fleet_router.metrics import COMPILED
 
-ROUNDS = 9
+STARTS, ROUNDS = 3, 6
+"""Of all proxies anew, and of each start."""
 CONNECTIONS = 32
 WHOLE_REQUESTS = 2_000
 SIZED_REQUESTS = 1_000
@@ -142,9 +144,9 @@ def one_round(proxy: Proxy, number: int, into: Figures) -> None:
         into.errors += outcome.errors
     into.errors += wrong_pace(long.fastest_stream_s, flood.fastest_stream_s)
     if proxy.pid:
-        into.rss_mb = rss_mb(proxy.pid)
+        into.rss_mb = max(into.rss_mb, rss_mb(proxy.pid))
     if proxy.name.startswith("ours"):
-        into.prefix_keys = prefix_keys(proxy.address)
+        into.prefix_keys = max(into.prefix_keys, prefix_keys(proxy.address))
 
 
 def prefix_keys(address: str) -> int:
@@ -227,8 +229,16 @@ def summary(found: dict[str, Figures]) -> dict[str, float | int | bool | tuple[f
     }  # fmt: skip
 
 
-def measure(rounds: int) -> dict[str, Figures]:
-    """All rounds; the first one of each proxy warms it up and does not count."""
+def measure(starts: int, rounds: int) -> dict[str, Figures]:
+    """So many rounds of each start."""
+    found: dict[str, Figures] = {}
+    for start in range(starts):
+        measure_once(start * rounds, rounds, found)
+    return found
+
+
+def measure_once(before: int, rounds: int, found: dict[str, Figures]) -> None:
+    """All rounds of one start, `before` which there were so many; the first one of each proxy warms it up and does not count."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-router-")))
         stack.enter_context(workers(WORKERS, folder))
@@ -247,19 +257,19 @@ def measure(rounds: int) -> dict[str, Figures]:
             stack.enter_context(ours(EVERYTHING_PD, "127.83.1.7:8080", WORKERS[:2], WORKERS[2:], folder, everything, tenants)),
             stack.enter_context(vllm_router_pd("127.83.1.5:8080", WORKERS[:2], WORKERS[2:], folder)),
         ]
-        found = {proxy.name: Figures() for proxy in proxies}
+        for proxy in proxies:
+            found.setdefault(proxy.name, Figures())
         for number in range(rounds + 1):
             for proxy in proxies if number % 2 else reversed(proxies):
                 into = found[proxy.name] if number else Figures()
-                one_round(proxy, number, into)
+                one_round(proxy, before + number, into)
                 found[proxy.name].errors += into.errors if not number else []
-    return found
 
 
 def main() -> int:
     """Print the table and the JSON line; 1 when a request went wrong."""
     uvloop.install()
-    found = measure(ROUNDS)
+    found = measure(STARTS, ROUNDS)
     median = statistics.median
     rows = [
         (
