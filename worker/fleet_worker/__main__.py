@@ -18,6 +18,7 @@ def main() -> int:
         # what follows takes seconds, in which the first process of a container would not even hear it
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     from fleet_worker.agent.agent import Agent
+    from fleet_worker.agent.alone import end_without_them
     from fleet_worker.agent.errors import WorkerError
     from fleet_worker.agent.follower import Follower
     from fleet_worker.agent.identity import read_identity
@@ -42,7 +43,8 @@ def main() -> int:
 
         return ended(fetch_model)
     with unheld():
-        return ended(lambda: asyncio.run(run()))
+        code = ended(lambda: asyncio.run(run()))
+    return end_without_them(code)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from fleet_worker.agent.hub import LEFT_S, _check_whole, _compare
+from tests.fleet_worker.agent.test_stop import preparing
 from tests.hub import Hub, HubHandler, etag
+from tests.xethub import XetHandler
 
 WEIGHTS = b"weights " * 100_000
 FILES = {"config.json": b'{"architectures":["LlamaForCausalLM"]}', "model.safetensors": WEIGHTS}
@@ -39,6 +42,18 @@ class Slow(HubHandler):
         self.go_on.wait(30.0)
 
 
+class SlowXet(XetHandler):
+    """The same of Xet's storage."""
+
+    def xorb(self, body: bytes) -> None:
+        self.send_response(206)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2])
+        self.wfile.flush()
+        Slow.go_on.wait(30.0)
+
+
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     server = Hub({"acme/tiny": FILES})
@@ -53,7 +68,7 @@ def hub() -> Iterator[Hub]:
 
 def fetch(hub: Hub, cache: Path) -> subprocess.Popen[bytes]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}", "FLEET_MODEL_CACHE": str(cache), "HF_HOME": str(cache)}
+    env |= {"HF_ENDPOINT": address(hub), "FLEET_MODEL_CACHE": str(cache), "HF_HOME": str(cache)}
     return subprocess.Popen([sys.executable, "-m", "fleet_worker", "fetch"], env={**env, "FLEET_FETCH": "hf://acme/tiny"})
 
 
@@ -61,15 +76,24 @@ def parts(cache: Path) -> list[Path]:
     return list(cache.glob("models--acme--tiny/blobs/*.incomplete"))
 
 
+def begun(cache: Path) -> None:
+    """Once the weights are on their way."""
+    deadline = time.monotonic() + 60.0
+    while not any(part.name.startswith(etag("model.safetensors", WEIGHTS)) for part in parts(cache)):
+        assert time.monotonic() < deadline, "nothing was begun"
+        time.sleep(0.02)
+
+
+def address(hub: Hub) -> str:
+    return f"http://127.0.0.1:{hub.server_address[1]}"
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_what_a_killed_fetch_wrote_goes_with_the_next_one(hub: Hub, tmp_path: Path, number: signal.Signals):
     """Each has a name of its own, so that nothing used or removed it: a node's disk was filled by pods that were deleted, or had
     no memory, while they fetched, until no model fitted."""
     killed = fetch(hub, tmp_path)
-    deadline = time.monotonic() + 60.0
-    while not any(part.name.startswith(etag("model.safetensors", WEIGHTS)) for part in parts(tmp_path)):
-        assert time.monotonic() < deadline, "nothing was begun"
-        time.sleep(0.02)
+    begun(tmp_path)
     killed.send_signal(number)
     killed.wait(30.0)
     for left in parts(tmp_path):
@@ -83,6 +107,27 @@ def test_what_a_killed_fetch_wrote_goes_with_the_next_one(hub: Hub, tmp_path: Pa
     Slow.go_on.set()
     assert fetch(hub, tmp_path).wait(60.0) == 0
     assert sorted(parts(tmp_path)) == sorted([writing, resumed])
+
+
+@pytest.mark.parametrize("kind", [Slow, SlowXet])
+def test_a_worker_that_downloads_ends_when_it_is_told(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[HubHandler]
+):
+    """It loaded what it had begun to its end first, which nobody needed any more, and kept its GPUs until it was killed."""
+    hub.RequestHandlerClass = kind
+    for name, value in {"HF_ENDPOINT": address(hub), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    worker = preparing(tmp_path, port, model="hf://acme/tiny")
+    try:
+        begun(tmp_path)
+        worker.terminate()
+        assert worker.wait(15.0) == 0
+    finally:
+        worker.kill()
+        worker.wait()
 
 
 def test_on_a_full_disk_a_model_that_is_there_is_enough(tmp_path: Path):

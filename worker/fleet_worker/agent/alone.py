@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+THREADS: Final = "alone"
+"""How their threads are called."""
 
 
 async def alone(function: Callable[..., T], *given: Any) -> T:
@@ -30,5 +34,16 @@ async def alone(function: Callable[..., T], *given: Any) -> T:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             loop.call_soon_threadsafe(outcome)
 
-    threading.Thread(target=run, name="alone", daemon=True).start()
+    threading.Thread(target=run, name=THREADS, daemon=True).start()
     return await done
+
+
+def end_without_them(code: int) -> int:
+    """The exit code where no such work is left. Else the process ends here: a fetch loads its files in threads of the library's
+    own pool, which the interpreter waits for at its end, and so a model of hundreds of GB was loaded to its end."""
+    if any(thread.name == THREADS for thread in threading.enumerate()):
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                stream.flush()
+        os._exit(code)
+    return code
