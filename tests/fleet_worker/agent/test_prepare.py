@@ -190,17 +190,29 @@ def as_another_user(folder: Path, name: str) -> None:
         os.seteuid(0)
 
 
-def test_a_disk_that_fills_up_on_the_way_is_not_called_an_absent_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("error", "place"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/models/hf/blob.incomplete"), "/models/hf/blob.incomplete"),
+        (RuntimeError("Task error: File reconstruction error: IO Error: No space left on device (os error 28)"), None),
+    ],
+    ids=["http", "xet"],
+)
+def test_a_disk_that_fills_up_on_the_way_is_not_called_an_absent_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, place: str | None
+):
+    """Of Xet's storage, which has all of huggingface.co's large files, the hub was said to answer as none does."""
+
     def downloads(*_: object, dry_run: bool = False, **__: object) -> list[object]:
         if dry_run:
             return []
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/models/hf/blob.incomplete")
+        raise error
 
     monkeypatch.setenv("FLEET_MODEL_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.snapshot_download", downloads)
     with pytest.raises(ModelError) as caught:
         prepare_model("hf://acme/tiny", lambda _: None)
-    assert str(caught.value) == "hf://acme/tiny: model cache /models/hf/blob.incomplete: No space left on device"
+    assert str(caught.value) == f"hf://acme/tiny: model cache {place or tmp_path}: No space left on device"
 
 
 def test_a_cache_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

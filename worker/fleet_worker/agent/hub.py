@@ -46,6 +46,8 @@ the folder out when it fetches by itself."""
 LOCK_TELL_S: Final = 10.0
 OF_THE_DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE})
 """What a cache's disk says; everything else that a download meets is the hub's, or the way's to it."""
+XETS_OWN: Final = re.compile(r"\(os error (\d+)\)")
+"""How hf_xet, which is no Python, names one: in the words of a RuntimeError."""
 TOKEN_ENV: Final = "HF_TOKEN"  # noqa: S105 - the name of a variable
 PASSWORD, QUERY = re.compile(r"(https?://)[^\s/@'\"]*@"), re.compile(r"(https?://[^\s?'\"]*)\?[^\s'\"]*")
 NOT_WRITABLE: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
@@ -175,6 +177,7 @@ def _fetched(source: str, name: str, revision: str | None, cache: Path, progress
             raise
         raise ModelError(f"{source}: the hub cannot be reached: {_in_short(error)}") from error
     except Exception as error:  # of whatever the library is made: a connection that is cut, an answer that is no JSON
+        _raise_of_disk(error, cache)
         words = f"{type(error).__name__}: {_in_short(error)}"
         if not listed.names:  # it did not even say what it has: it is away
             with contextlib.suppress(Exception):  # what it did is the cause that is told
@@ -182,6 +185,13 @@ def _fetched(source: str, name: str, revision: str | None, cache: Path, progress
         raise ModelError(f"{source}: the hub did not answer as one does: {words}") from error
     _check(source, folder, listed, cache, progress, wanted)
     return folder
+
+
+def _raise_of_disk(error: Exception, cache: Path) -> None:
+    """The OSError that stands in Xet's words, if it is the disk's."""
+    for found in XETS_OWN.findall(str(error)):
+        if (number := int(found)) in OF_THE_DISK:
+            raise OSError(number, os.strerror(number), str(cache)) from error
 
 
 def _remove_left(blobs: Path) -> None:
