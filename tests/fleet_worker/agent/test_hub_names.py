@@ -4,7 +4,9 @@ cache."""
 from __future__ import annotations
 
 import json
+import re
 import threading
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from fleet_worker.agent.hubnames import WATCHED, watch_names
 from tests.fleet_worker.agent.test_prepare import COMMIT, FILES, prepare
 from tests.hub import Hub, HubHandler
 
+PROJECT = Path(__file__).parents[3] / "pyproject.toml"
 OUTSIDE = "../../../../outside"
 
 
@@ -81,3 +84,16 @@ def test_another_version_of_the_library_still_fetches_and_says_what_is_not_looke
     watch_names()
     assert hasattr(huggingface_hub.HfApi.repo_info, WATCHED)
     assert "huggingface_hub has no _get_metadata_or_catch_error: names that a hub gives are not looked at" in caplog.text
+
+
+@pytest.mark.parametrize("extra", ["worker", "vllm"])
+def test_the_oldest_library_that_may_be_installed_can_tell_what_it_would_fetch(extra: str):
+    """`dry_run`, which each fetch begins with, came with 1.0. Beside an older one, as vLLM's images of transformers 4 have it, a
+    worker was installed without a word, and then fetched no model."""
+    (bound,) = (found[1] for text in extras()[extra] if (found := re.match(r"huggingface-hub>=(\d+)", text)))
+    assert int(bound) >= 1
+
+
+def extras() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]
+    return found
