@@ -29,14 +29,17 @@ class XetHandler(HubHandler):
     def respond(self) -> None:
         path = self.path.split("?")[0]
         here = f"http://127.0.0.1:{self.server.server_address[1]}"
-        bodies = {xet_hash(body): body for files in self.server.repositories.values() for name, body in files.items()}
+        files = {xet_hash(body): (name, body) for files in self.server.repositories.values() for name, body in files.items()}
+        found = files.get(path.rsplit("/", 1)[-1])
         if "/xet-read-token/" in path:
             headers = {"X-Xet-Cas-Url": here, "X-Xet-Access-Token": "t", "X-Xet-Token-Expiration": str(int(time.time()) + 3600)}
             self.answer(200, b"{}", headers)
         elif "/reconstructions/" in path:
-            self.reconstruction(path, bodies.get(path.rsplit("/", 1)[-1]), here)
-        elif path.startswith("/xorbs/"):
-            self.xorb(b"".join(packed(bodies[path.rsplit("/", 1)[-1]])))
+            self.reconstruction(path, found[1] if found is not None else None, here)
+        elif path.startswith("/xorbs/") and found is not None:
+            name, body = found
+            self.server.sent.append(name)
+            self.xorb(b"".join(packed(b"?" + body[1:] if name in self.server.lies else body)))
         else:
             super().respond()
 
@@ -53,7 +56,6 @@ class XetHandler(HubHandler):
         self.answer(200, json.dumps(found).encode(), {"content-type": "application/json"})
 
     def xorb(self, body: bytes) -> None:
-        self.server.sent.append("xorb")
         self.answer(206, body, {"content-range": f"bytes 0-{len(body) - 1}/{len(body)}"})
 
     def answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:

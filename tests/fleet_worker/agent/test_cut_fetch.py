@@ -18,7 +18,7 @@ import pytest
 from fleet_worker.agent.hub import LEFT_S, _check_whole, _compare
 from tests.fleet_worker.agent.test_stop import preparing
 from tests.hub import Hub, HubHandler, etag
-from tests.xethub import XetHandler
+from tests.xethub import XetHandler, xet_hash
 
 WEIGHTS = b"weights " * 100_000
 FILES = {"config.json": b'{"architectures":["LlamaForCausalLM"]}', "model.safetensors": WEIGHTS}
@@ -168,3 +168,19 @@ def test_what_lies_in_the_librarys_store_is_compared_by_the_hash_that_the_hub_na
     assert (hub.sent, store.exists()) == ([], is_right), "wrong bytes go, or the library would link to them once more"
     assert fetch(hub, tmp_path).wait(60.0) == 0
     assert hub.sent == ([] if is_right else ["model.safetensors"])
+
+
+def test_what_really_comes_by_xet_is_compared_and_kept(hub: Hub, tmp_path: Path):
+    """By hf_xet itself, from the hub's first word to the library's store."""
+    hub.RequestHandlerClass = XetHandler
+    hub.lies.add("model.safetensors")
+    assert fetch(hub, tmp_path).wait(60.0) == 2, "other bytes than the hub's hash"
+    hub.lies.clear()
+    hub.sent.clear()
+    assert fetch(hub, tmp_path).wait(60.0) == 0
+    assert hub.sent == ["model.safetensors"]
+    (weights,) = tmp_path.glob("models--acme--tiny/snapshots/*/model.safetensors")
+    assert (weights.read_bytes(), weights.resolve().name) == (WEIGHTS, xet_hash(WEIGHTS))
+    hub.sent.clear()
+    assert fetch(hub, tmp_path).wait(60.0) == 0
+    assert hub.sent == []
