@@ -1,7 +1,9 @@
-"""CPU time and memory of a process and its descendants, from /proc."""
+"""CPU time, memory and cores of a process and its descendants, from /proc."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -19,6 +21,19 @@ def cpu_s(pid: int) -> float:
     """Seconds on a CPU so far: user and system time of all threads, exact to the nanosecond (utime and stime tick in 10 ms)."""
     tasks = [task for member in family(pid) for task in Path(f"/proc/{member}/task").iterdir()]
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def apart(cores: Collection[int]) -> tuple[set[int], set[int]]:
+    """(the core of what is measured, those of all the rest): one of its own, where there are two."""
+    last = max(cores)
+    return {last}, set(cores) - {last} or {last}
+
+
+def pin(pid: int, cores: Collection[int]) -> None:
+    """From now on all of its threads run there, and those that they start."""
+    for member in family(pid):
+        for task in Path(f"/proc/{member}/task").iterdir():
+            os.sched_setaffinity(int(task.name), cores)
 
 
 def rss_mb(pid: int) -> float:

@@ -4,7 +4,9 @@
 CPU is user and system time of the router's processes. A chunk's cost is the slope between short and long streams, twice: flooded
 (the worker writes all events at once: what handling an event costs) and paced (an event per stream every 5 ms: on top of it one
 wake-up, one receive and one send of the kernel per event, the same for every router). Rounds alternate the order; figures are
-medians, ratios medians of the rounds' ratios. All of it is started several times: where a process has its memory decides a tenth
+medians, ratios medians of the rounds' ratios. Proxies have a core of their own, one after the other, as on machines where neither
+workers nor clients are: where the scheduler put them decided by a factor of two what a flooded chunk cost, for it came with many
+others or with few. All of it is started several times: where a process has its memory decides a tenth
 of its figures, for as long as it runs. TTFT p99 is of all rounds' streams together, some 10,000: of one round's it is the
 eleventh slowest, which differs by a third from round to round; how far its ratio goes when one round is left out is told with it.
 It is told twice: of all streams, of which one in seven is the first of 32 connections that come at once, and of those on
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import statistics
 import sys
@@ -31,7 +34,7 @@ import uvloop
 
 from e2e.bench.backend import FLOOD, TICK_S
 from e2e.bench.client import Outcome, drive
-from e2e.bench.cpu import cpu_s, rss_mb
+from e2e.bench.cpu import apart, cpu_s, pin, rss_mb
 from e2e.bench.proxies import Proxy, envoy, ours, sglang, vllm_router_pd, workers
 from e2e.bench.table import report
 from e2e.bench.tenants import ON, TENANTS, keyed
@@ -232,12 +235,14 @@ def summary(found: dict[str, Figures]) -> dict[str, float | int | bool | tuple[f
 def measure(starts: int, rounds: int) -> dict[str, Figures]:
     """So many rounds of each start."""
     found: dict[str, Figures] = {}
+    of_proxies, of_others = apart(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, of_others)  # and all that this process starts
     for start in range(starts):
-        measure_once(start * rounds, rounds, found)
+        measure_once(start * rounds, rounds, found, of_proxies)
     return found
 
 
-def measure_once(before: int, rounds: int, found: dict[str, Figures]) -> None:
+def measure_once(before: int, rounds: int, found: dict[str, Figures], of_proxies: set[int]) -> None:
     """All rounds of one start, `before` which there were so many; the first one of each proxy warms it up and does not count."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-router-")))
@@ -259,6 +264,9 @@ def measure_once(before: int, rounds: int, found: dict[str, Figures]) -> None:
         ]
         for proxy in proxies:
             found.setdefault(proxy.name, Figures())
+        for proxy in proxies:
+            if proxy.pid:
+                pin(proxy.pid, of_proxies)
         for number in range(rounds + 1):
             for proxy in proxies if number % 2 else reversed(proxies):
                 into = found[proxy.name] if number else Figures()

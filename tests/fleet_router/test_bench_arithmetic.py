@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 
 import pytest
 
 from e2e.bench.backend import BYTES_PER_TOKEN, CHUNK, END, LAST, STREAM_HEAD, Worker
 from e2e.bench.client import wrong_stream
-from e2e.bench.cpu import cpu_s, rss_mb
+from e2e.bench.cpu import apart, cpu_s, family, pin, rss_mb
 from e2e.bench.router import (
     FLOOD_LONG,
     HEAD,
@@ -53,6 +55,24 @@ def test_cpu_time_grows_with_work_and_memory_is_ours():
     sum(range(3_000_000))
     assert cpu_s(os.getpid()) > before
     assert 5 < rss_mb(os.getpid()) < 5_000
+
+
+@pytest.mark.parametrize(("cores", "measured", "rest"), [({0}, {0}, {0}), ({0, 1}, {1}, {0}), ({2, 5, 7}, {7}, {2, 5})])
+def test_what_is_measured_has_a_core_of_its_own_where_there_are_two(cores: set[int], measured: set[int], rest: set[int]):
+    assert apart(cores) == (measured, rest)
+
+
+def test_all_threads_of_a_process_and_of_its_children_are_pinned():
+    shell = subprocess.Popen(["sh", "-c", "sleep 60 & wait"])
+    try:
+        while len(found := family(shell.pid)) < 2:
+            pass
+        pin(shell.pid, {min(os.sched_getaffinity(0))})
+        assert [os.sched_getaffinity(pid) for pid in found] == [{min(os.sched_getaffinity(0))}] * 2
+    finally:
+        for pid in reversed(family(shell.pid)):
+            os.kill(pid, signal.SIGKILL)
+        shell.wait()
 
 
 def test_a_table_lines_up():
