@@ -161,17 +161,18 @@ def main() -> int:
     parser.add_argument("--workers", type=int, nargs="*", default=list(SPEEDS), choices=SPEEDS)
     parser.add_argument("--traces", nargs="*", default=list(TRACES), choices=TRACES)
     parser.add_argument("--routers", nargs="*", default=list(ROUTERS), choices=ROUTERS)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, help="of each trace; default: 1, with --scale-out 6")
     parser.add_argument("--scale-out", action="store_true", help="TTFT on workers that join in the middle of a trace, ours alone")
     given = parser.parse_args()
     uvloop.install()
     if given.scale_out:
-        return scale_out.main(given.rounds)
+        return scale_out.main(given.rounds or scale_out.ROUNDS)
+    rounds = given.rounds or 1
     rows, result, net = [], dict[str, object](), 90
     for workers in given.workers:
         for name in given.traces:
             runs: dict[str, list[Run]] = {router: [] for router in given.routers}
-            for number in range(given.rounds):
+            for number in range(rounds):
                 trace = together(TRACES[name], number, workers // 8)
                 for router in given.routers if number % 2 == 0 else reversed(given.routers):
                     net = 90 + (net - 89) % 40
@@ -183,7 +184,7 @@ def main() -> int:
                     print(f"{name}, {workers} workers: {router}: {error}", file=sys.stderr)
     errors = sum(found["errors"] for found in result.values())  # type: ignore[index]
     headers = ("", "TTFT mean s", "p50 s", "p99 s", "hit", "load max/mean", "router µs/request", "sent late p99 s", "errors")
-    report(headers, rows, {**result, "rounds": given.rounds, "errors": errors})
+    report(headers, rows, {**result, "rounds": rounds, "errors": errors})
     return 1 if errors else 0
 
 

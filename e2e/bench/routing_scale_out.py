@@ -22,6 +22,8 @@ from e2e.bench.routing_trace import conversation, faster, synthetic
 from e2e.bench.table import report
 from fleet_router.config import HttpBounds, RouterConfig
 
+ROUNDS = 6
+"""Of one, a hundred requests land on a worker that joined: their p99 is the time of the longest prompt among them."""
 WORKERS, JOINING = 64, 8
 SPEED = 8.0
 TIMES = 8.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from math import inf
 from operator import attrgetter
 from typing import Final
 
@@ -129,9 +130,10 @@ class Side:
         cap = cap_of(self.inflight, len(self.members), bound)
         if self.large:
             room = bound * self.heat / len(self.members) - tokens
-            found = self._few(steps, key, cap, room) if free else self._few_of_some(steps, key, cap, usable)
+            found = self._few(steps, key, cap, room) if free else self._few_of_some(steps, key, cap, usable, tokens)
         else:
-            found = [w for w in self.members if w.inflight < cap * w.share and (usable is None or usable(w))]
+            fits = self._fitting(cap, usable, tokens)
+            found = [worker for worker in self.members if fits(worker)]
         return found or self._at_the_bound(steps, key, bound, usable)
 
     def _at_the_bound(self, steps: Steps, key: int, bound: float, usable: Usable | None) -> list[Candidate]:
@@ -211,18 +213,28 @@ class Side:
         along = (self._by_name[name] for name in self.ring.along(key, RING_POINTS))
         return next((worker for worker in along if worker.inflight < cap), own)
 
-    def _few_of_some(self, steps: Steps, key: int, cap: int, usable: Usable | None) -> list[Candidate]:
+    def _few_of_some(self, steps: Steps, key: int, cap: int, usable: Usable | None, tokens: float = 0.0) -> list[Candidate]:
         """Of those that may be used."""
-
-        def fits(worker: Candidate) -> bool:
-            return worker.inflight < cap * worker.share and (usable is None or usable(worker))
-
+        fits = self._fitting(cap, usable, tokens)
         holders = (self._by_index[index] for _, mask in steps for index in _bits(mask & self.bits))
         found = list(islice(filter(fits, holders), HOLDERS))
         along = (self._by_name[name] for name in self.ring.along(key, RING_POINTS))
         found += [worker for worker in islice(filter(fits, along), 1) if worker not in found]
         idle = (worker for level in self.levels for worker in level.values() if worker not in found)
         return found + list(islice(filter(fits, idle), IDLE))
+
+    def _fitting(self, cap: int, usable: Usable | None, tokens: float) -> Usable:
+        """Who may be used for a prompt of so many tokens, and is below its bound. In its slow start a worker takes none that is
+        longer than usual by more than its share: it is idle, so that the longest would all go there first."""
+        usual = self.lump or inf
+
+        def fits(worker: Candidate) -> bool:
+            share = worker.share
+            if worker.inflight >= cap * share or (share < 1.0 and tokens > usual * (1.0 + share)):
+                return False
+            return usable is None or usable(worker)
+
+        return fits
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fleet_router.policy.cost import cheapest
 from fleet_router.policy.ring import cap_of
 from fleet_router.policy.side import HOLDERS, IDLE, IDLE_LOOKED, WHOLE, Usable
-from tests.fleet_router.policy.test_cost import KEY, ask, fleet, load
+from tests.fleet_router.policy.test_cost import KEY, ask, chosen, fleet, load
 
 
 @pytest.mark.parametrize("usable", [None, lambda worker: int(worker.uid[1:]) % 2 == 0], ids=["all", "some"])
@@ -101,3 +101,44 @@ def test_where_all_who_may_be_used_have_just_joined_a_large_side_looks_at_a_few_
     group.decode.mark_ramping()
     looked = group.decode.look((), KEY, 1.25, lambda worker: worker.uid != "d0")
     assert IDLE <= len(looked) <= HOLDERS + IDLE + 1
+
+
+@pytest.mark.parametrize("size", [4, WHOLE + 4])
+@pytest.mark.parametrize(("share", "tokens", "may"), [
+    (0.05, 10_000.0, True), (0.05, 10_600.0, False), (0.5, 14_900.0, True), (0.5, 15_100.0, False), (1.0, 120_000.0, True),
+])  # fmt: skip
+def test_in_its_slow_start_a_worker_takes_no_prompt_much_longer_than_usual(size: int, share: float, tokens: float, may: bool):
+    """Incident: it is idle, so that the longest prompts of all went there: p99 TTFT of a minute was 1.5 to 2 times as long."""
+    group, workers = fleet(0, size)
+    side = group.decode
+    for one in workers.values():
+        one.heat = 50_000.0
+    side.heat, side.squares = 50_000.0 * size, 50_000.0 * size * 10_000.0  # prompts of 10,000 tokens
+    for number in range(size - 1):
+        load(workers[f"d{number}"], 1)
+    last = workers[f"d{size - 1}"]
+    last.share = share
+    side.mark_ramping()
+    assert (last in side.look((), KEY, 1.25, None, tokens)) is may
+    assert may or chosen(cheapest(ask(tokens), group, (), None))[1] != last.uid
+    assert last in side.look((), KEY, 1.25, None)  # a session's: it stays where it is
+
+
+@pytest.mark.parametrize("size", [4, WHOLE + 4])
+def test_the_longest_prompt_is_taken_where_all_have_just_joined(size: int):
+    group, workers = fleet(0, size)
+    group.decode.heat, group.decode.squares = 1e5, 1e9
+    for worker in workers.values():
+        worker.share = 0.05
+    group.decode.mark_ramping()
+    assert group.decode.look((), KEY, 1.25, None, 120_000.0)
+
+
+def test_a_session_stays_with_its_worker_however_long_its_prompt_grows():
+    group, workers = fleet(0, 4)
+    group.decode.heat, group.decode.squares = 1e5, 1e9
+    own = chosen(cheapest(ask(5_000.0, session=True), group, (), None))[1]
+    workers[own].share = 0.5
+    group.decode.mark_ramping()
+    assert chosen(cheapest(ask(120_000.0, session=True), group, (), None))[1] == own
+    assert chosen(cheapest(ask(120_000.0), group, (), None))[1] != own
