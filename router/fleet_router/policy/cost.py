@@ -52,12 +52,13 @@ def missing_of(weighed: Weighed, at: int) -> float:
 
 def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) -> Offer | None:
     """The best offer of this group; None when nobody there decodes."""
-    side, tokens = group.decode, 0.0 if ask.session else ask.tokens  # a session stays, however long its prompts grow
-    decodes = side.look(steps, ask.ring_key, ask.bound, usable, tokens)
+    side, sources = group.decode, group.prefill
+    alone = ask.local or not sources.members
+    new = 0.0 if ask.session else ask.tokens - (steps[0][0] if steps else 0.0)  # a session stays, however long its prompts grow
+    decodes = side.look(steps, ask.ring_key, ask.bound, usable, ask.tokens, new if alone else 0.0)
     if not decodes:
         return None
-    sources = group.prefill
-    prefills = sources.look(steps, ask.ring_key, ask.bound, usable, tokens) if sources.members and not ask.local else []
+    prefills = sources.look(steps, ask.ring_key, ask.bound, usable, ask.tokens, new) if not alone else []
     if ask.session:
         decodes, prefills = _own(decodes, side, ask), _own(prefills, sources, ask)
     looked, share, depths = len(decodes) + len(prefills), 0.0 if steps else EPSILON_SHARE, _two_of(steps)

@@ -121,18 +121,20 @@ class Side:
         while len(levels) > 1 and not levels[-1]:
             levels.pop()
 
-    def look(self, steps: Steps, key: int, bound: float, usable: Usable | None, tokens: float = 0.0) -> list[Candidate]:
-        """Who is worth a look at a prompt of so many tokens: usable workers below their bound of requests; when all are at it,
-        those below that of the usable ones alone."""
+    def look(
+        self, steps: Steps, key: int, bound: float, usable: Usable | None, tokens: float = 0.0, new: float = 0.0
+    ) -> list[Candidate]:
+        """Who is worth a look at a prompt of so many tokens, of which nobody has computed `new` yet: usable workers below their
+        bound of requests; when all are at it, those below that of the usable ones alone."""
         free = usable is None and not self.ramping
         if free and not self.large:
             return self._below(bound)
         cap = cap_of(self.inflight, len(self.members), bound)
         if self.large:
             room = bound * self.heat / len(self.members) - tokens
-            found = self._few(steps, key, cap, room) if free else self._few_of_some(steps, key, cap, usable, tokens)
+            found = self._few(steps, key, cap, room) if free else self._few_of_some(steps, key, cap, usable, new)
         else:
-            fits = self._fitting(cap, usable, tokens)
+            fits = self._fitting(cap, usable, new)
             found = [worker for worker in self.members if fits(worker)]
         return found or self._at_the_bound(steps, key, bound, usable)
 
@@ -213,9 +215,9 @@ class Side:
         along = (self._by_name[name] for name in self.ring.along(key, RING_POINTS))
         return next((worker for worker in along if worker.inflight < cap), own)
 
-    def _few_of_some(self, steps: Steps, key: int, cap: int, usable: Usable | None, tokens: float = 0.0) -> list[Candidate]:
+    def _few_of_some(self, steps: Steps, key: int, cap: int, usable: Usable | None, new: float = 0.0) -> list[Candidate]:
         """Of those that may be used."""
-        fits = self._fitting(cap, usable, tokens)
+        fits = self._fitting(cap, usable, new)
         holders = (self._by_index[index] for _, mask in steps for index in _bits(mask & self.bits))
         found = list(islice(filter(fits, holders), HOLDERS))
         along = (self._by_name[name] for name in self.ring.along(key, RING_POINTS))
@@ -223,14 +225,14 @@ class Side:
         idle = (worker for level in self.levels for worker in level.values() if worker not in found)
         return found + list(islice(filter(fits, idle), IDLE))
 
-    def _fitting(self, cap: int, usable: Usable | None, tokens: float) -> Usable:
-        """Who may be used for a prompt of so many tokens, and is below its bound. In its slow start a worker takes none that is
-        longer than usual by more than its share: it is idle, so that the longest would all go there first."""
+    def _fitting(self, cap: int, usable: Usable | None, new: float) -> Usable:
+        """Who may be used for a prompt with so many new tokens, and is below its bound. In its slow start a worker takes none
+        with more than usual by more than its share: it is idle, so that the longest would all go there first."""
         usual = self.lump or inf
 
         def fits(worker: Candidate) -> bool:
             share = worker.share
-            if worker.inflight >= cap * share or (share < 1.0 and tokens > usual * (1.0 + share)):
+            if worker.inflight >= cap * share or (share < 1.0 and new > usual * (1.0 + share)):
                 return False
             return usable is None or usable(worker)
 

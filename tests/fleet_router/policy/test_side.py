@@ -9,7 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.cost import cheapest
+from fleet_router.policy.group import Group
 from fleet_router.policy.ring import cap_of
 from fleet_router.policy.side import HOLDERS, IDLE, IDLE_LOOKED, WHOLE, Usable
 from tests.fleet_router.policy.test_cost import KEY, ask, chosen, fleet, load
@@ -119,7 +121,7 @@ def test_in_its_slow_start_a_worker_takes_no_prompt_much_longer_than_usual(size:
     last = workers[f"d{size - 1}"]
     last.share = share
     side.mark_ramping()
-    assert (last in side.look((), KEY, 1.25, None, tokens)) is may
+    assert (last in side.look((), KEY, 1.25, None, tokens, tokens)) is may
     assert may or chosen(cheapest(ask(tokens), group, (), None))[1] != last.uid
     assert last in side.look((), KEY, 1.25, None)  # a session's: it stays where it is
 
@@ -131,7 +133,7 @@ def test_the_longest_prompt_is_taken_where_all_have_just_joined(size: int):
     for worker in workers.values():
         worker.share = 0.05
     group.decode.mark_ramping()
-    assert group.decode.look((), KEY, 1.25, None, 120_000.0)
+    assert group.decode.look((), KEY, 1.25, None, 120_000.0, 120_000.0)
 
 
 def test_a_session_stays_with_its_worker_however_long_its_prompt_grows():
@@ -142,3 +144,36 @@ def test_a_session_stays_with_its_worker_however_long_its_prompt_grows():
     group.decode.mark_ramping()
     assert chosen(cheapest(ask(120_000.0, session=True), group, (), None))[1] == own
     assert chosen(cheapest(ask(120_000.0), group, (), None))[1] != own
+
+
+def _one_has_just_joined(prefill: int, decode: int) -> tuple[Group, dict[str, Candidate]]:
+    """Prompts had 500 tokens that were new; d0 and p0 have just joined, and nothing runs there."""
+    group, workers = fleet(prefill, decode)
+    for side in (group.prefill, group.decode):
+        side.heat, side.squares = 1e5, 5e7
+        for worker in side.members:
+            load(worker, 0 if worker.uid in ("p0", "d0") else 3)
+            worker.share = 0.5 if worker.uid in ("p0", "d0") else 1.0
+        side.mark_ramping()
+    return group, workers
+
+
+def test_a_beginning_that_others_hold_makes_no_prompt_long_for_a_worker_in_its_slow_start():
+    """Or where all prompts share one that is long, a new worker would get nothing for as long as its slow start is."""
+    group, workers = _one_has_just_joined(0, 4)
+    held = [(10_000.0, workers["d1"].bit | workers["d2"].bit | workers["d3"].bit)]
+    seen = ask(10_600.0)
+    cheapest(seen, group, held, None)
+    assert "d0" in {worker.uid for worker in seen.seen[0].workers}
+    seen = ask(10_600.0)
+    cheapest(seen, group, (), None)
+    assert "d0" not in {worker.uid for worker in seen.seen[0].workers}
+
+
+def test_where_others_prefill_a_decode_worker_in_its_slow_start_takes_prompts_of_any_length():
+    group, _ = _one_has_just_joined(4, 4)
+    seen = ask(50_000.0, by_cost=False)
+    offer = cheapest(seen, group, (), None)
+    assert offer is not None
+    assert offer.prefill is not None
+    assert (offer.decode.uid, offer.prefill.uid == "p0") == ("d0", False)
