@@ -62,17 +62,18 @@ def test_what_is_measured_has_a_core_of_its_own_where_there_are_two(cores: set[i
     assert apart(cores) == (measured, rest)
 
 
-def test_all_threads_of_a_process_and_of_its_children_are_pinned():
-    shell = subprocess.Popen(["sh", "-c", "sleep 60 & wait"])
+def test_a_process_and_its_children_are_pinned():
+    shell = subprocess.Popen(["sh", "-c", "sleep 60 & echo; wait"], stdout=subprocess.PIPE)
     try:
-        while len(found := family(shell.pid)) < 2:
-            pass
+        assert shell.stdout is not None
+        shell.stdout.readline()  # its child is there
+        found = family(shell.pid)
         pin(shell.pid, {min(os.sched_getaffinity(0))})
         assert [os.sched_getaffinity(pid) for pid in found] == [{min(os.sched_getaffinity(0))}] * 2
     finally:
         for pid in reversed(family(shell.pid)):
             os.kill(pid, signal.SIGKILL)
-        shell.wait()
+        shell.communicate()
 
 
 def test_a_table_lines_up():
