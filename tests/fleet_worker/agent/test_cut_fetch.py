@@ -66,9 +66,19 @@ def hub() -> Iterator[Hub]:
     server.server_close()
 
 
-def fetch(hub: Hub, cache: Path) -> subprocess.Popen[bytes]:
+class LostXet(XetHandler):
+    """A mirror alone is reached: nothing of Xet's storage is."""
+
+    def respond(self) -> None:
+        if "/reconstructions/" in self.path or self.path.startswith("/xorbs/"):
+            self.connection.close()
+        else:
+            super().respond()
+
+
+def fetch(hub: Hub, cache: Path, **more: str) -> subprocess.Popen[bytes]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    env |= {"HF_ENDPOINT": address(hub), "FLEET_MODEL_CACHE": str(cache), "HF_HOME": str(cache)}
+    env |= {"HF_ENDPOINT": address(hub), "FLEET_MODEL_CACHE": str(cache), "HF_HOME": str(cache)} | more
     return subprocess.Popen([sys.executable, "-m", "fleet_worker", "fetch"], env={**env, "FLEET_FETCH": "hf://acme/tiny"})
 
 
@@ -184,3 +194,11 @@ def test_what_really_comes_by_xet_is_compared_and_kept(hub: Hub, tmp_path: Path)
     hub.sent.clear()
     assert fetch(hub, tmp_path).wait(60.0) == 0
     assert hub.sent == []
+
+
+def test_where_a_mirror_alone_is_reached_files_come_by_it_when_xet_is_off(hub: Hub, tmp_path: Path):
+    """What README says to set."""
+    hub.RequestHandlerClass = LostXet
+    assert fetch(hub, tmp_path, HF_HUB_DISABLE_XET="1").wait(60.0) == 0
+    (weights,) = tmp_path.glob("models--acme--tiny/snapshots/*/model.safetensors")
+    assert weights.read_bytes() == WEIGHTS
