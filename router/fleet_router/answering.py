@@ -13,8 +13,8 @@ import msgspec
 
 from fleet_router.admission.gate import Ticket
 from fleet_router.admission.quota import Outcome
-from fleet_router.admission.runaway import Why
-from fleet_router.admission.usage import cut_anywhere
+from fleet_router.admission.runaway import CRLF_EVENT_END, EVENT_END, Why
+from fleet_router.admission.usage import chunks_are_events, cut_anywhere
 from fleet_router.answerhead import AnswerHead
 from fleet_router.ask import Ask, Hints
 from fleet_router.config import RouterConfig
@@ -48,8 +48,6 @@ OK_LINE: Final = STATUS_LINES[OK]
 FRAMING: Final = {b"content-length", b"transfer-encoding"}
 HEAD_END: Final = b"\r\n\r\n"
 CLOSE: Final = b"\r\nconnection: close"
-EVENT_END: Final = b"\n\n"
-CRLF_EVENT_END: Final = b"\r\n\r\n"
 BIG_READ_BYTES: Final = 1_024
 """A read of so much is progress, too: of an answer that comes as a whole."""
 HELD_MOST_BYTES: Final = 65_536
@@ -126,7 +124,7 @@ class Answering(Metering):
         """The first byte has gone to the client; it is over; events come in chunks and are handed on as they are."""
         self._left_s = self._stalled_at = 0.0
         """Of a client that does not read: what was left of the deadline, and the one that holds for it."""
-        self.sent_at = self.started_at = self.last_byte_at = context.clock()
+        self.sent_at = self.started_at = self.last_byte_at = self.record.came_at if record is None else context.clock()
         self.deadline = inf if ticket.waiting else self.started_at + self.config.first_token_deadline_s
 
     def _opened(self, ask: Ask, ticket: Ticket, hints: Hints) -> Record:
@@ -257,11 +255,12 @@ class Answering(Metering):
         size, broke = len(data), ""
         if self._sent is not None:
             data = self._sent.whole(data) if not self._sent.full else self._keep_no_more() + data
-        if shown is None and self._splits and (len(data) > size or cut_anywhere(data)):
+        whole = self._splits and chunks_are_events(data)
+        if shown is None and self._splits and (len(data) > size or (not whole and cut_anywhere(data))):
             data, broke = self._up_to_a_cut_error(data)
         elif shown is None and (data.find(HINT) >= 0 or data.find(ABORTED_HINT) >= 0):  # `in` raises and catches an error first
             data, broke = self._up_to_an_error(data)
-        self._tell((self._without_usage(data) if self._hides else data) if shown is None else shown)
+        self._tell((self._without_usage(data, whole=whole) if self._hides else data) if shown is None else shown)
         self._count_tokens(data, sound)
         if broke:
             self._fault(broke_off_with(broke))
@@ -404,7 +403,7 @@ class Answering(Metering):
     def end(self) -> None:
         """The answer is complete."""
         if (rest := self._keep_no_more()) and self._again is None:
-            self._tell(self._without_usage(rest) if self._hides else rest)
+            self._tell(self._without_usage(rest, whole=False) if self._hides else rest)
             self._count_tokens(rest, sound=False)
         self.send_head()  # an answer without a body
         if self._trip is not None:
@@ -488,8 +487,9 @@ class Answering(Metering):
         used = None
         if self._metered and outcome == "answered":
             used = self._used()
-        self._context.recorder.close(self.record, outcome, self.last_byte_at, self._gaps + (not self._first))
-        self._context.desk.leave(self._ticket, outcome, used, begun)
+        now, writes = self._context.clock(), self._gaps + (not self._first)
+        self._context.recorder.close(self.record, outcome, self.last_byte_at, writes, now)
+        self._context.desk.leave(self._ticket, outcome, used, begun, now)
 
     @abstractmethod
     def end_leg(self) -> None:

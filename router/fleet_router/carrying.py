@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from fleet_router.admission.runaway import EVENT_END
 from fleet_router.admission.usage import BETWEEN, chunks_are_events
-from fleet_router.answering import EVENT_END, OK
+from fleet_router.answering import OK
 from fleet_router.dialect.chat import DONE, UNENDED
 from fleet_router.ending import CHAT_PATH, END, framed, opened, unframed
 from fleet_router.errors import RequestError

@@ -231,15 +231,16 @@ class Desk:
         return Runaway(ticket.lane.config.max_output_tokens * choices_of(ask), controls=not tells_prompt(ask.fields))
 
     # -- a request goes ---------------------------------------------------------------------------------------------
-    def leave(self, ticket: Ticket, outcome: Outcome, used: tuple[int, int] | None, begun: bool = True) -> None:
+    def leave(self, ticket: Ticket, outcome: Outcome, used: tuple[int, int] | None, begun: bool = True, at: float = 0.0) -> None:
         """It ended having `used` (input, output) tokens, None where nobody counts; whoever waits may begin. `begun`: it was
-        sent to a worker, which one that waits here never was."""
+        sent to a worker, which one that waits here never was. `at`: when, where somebody has looked at the clock."""
         if ticket.state == "done":
             return
         if ticket.waiting:
             self._flows.pop(ticket, None)
         begun = begun and not ticket.waiting
-        ticket.lane.account.settle(ticket.charged, outcome, used or (ticket.charged, 0), int(self._clock() * 1e9), begun)
+        now_ns = int((at or self._clock()) * 1e9)
+        ticket.lane.account.settle(ticket.charged, outcome, used or (ticket.charged, 0), now_ns, begun)
         self.gate.leave(ticket)
         if self.gate.waiting:
             self.tick()

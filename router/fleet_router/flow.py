@@ -108,11 +108,11 @@ class Flow(Hedging):
         except Exception as error:  # nobody waits for what counts them: the client would until its deadline
             self.fault(error)
 
-    def _waits_for(self) -> None:
+    def _waits_for(self, now: float) -> None:
         """What a worker decodes is waited for: of an answer that comes as a whole longer yet, see `_until_whole`."""
         if not self._ask.stream:
-            last = self.started_at + self.config.whole_answer_most_s
-            self.deadline = min(self._context.clock() + self.config.first_token_deadline_s, last)
+            last, first = self.started_at + self.config.whole_answer_most_s, now + self.config.first_token_deadline_s
+            self.deadline = min(first, last)
 
     def _until_whole(self) -> float:
         """When an answer that comes as a whole is to be there: it may take as long as its tokens; the first byte of a stream may
@@ -131,7 +131,8 @@ class Flow(Hedging):
 
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
         leg: DecodeLeg
-        self._waits_for()
+        now = self._context.clock()
+        self._waits_for(now)
         if self._again is not None:
             leg = ResumedLeg(self, worker, self._again)
         elif self._translation is not None:
@@ -139,17 +140,19 @@ class Flow(Hedging):
         else:
             leg = DecodeLeg(self, worker, whole=not self._ask.stream)
         leg.body, leg.added = decode_parts(self._ask, reference)
-        self._send(worker, leg.body, leg)
+        self._send(worker, leg.body, leg, at=now)
 
     def _send(
-        self, worker: Worker, body: bytes | memoryview, leg: PrefillLeg | DecodeLeg, *, fresh: bool = False, path: bytes = b""
-    ) -> None:
+        self, worker: Worker, body: bytes | memoryview, leg: PrefillLeg | DecodeLeg, *, fresh: bool = False, path: bytes = b"",
+        at: float = 0.0,
+    ) -> None:  # fmt: skip
+        """`at`: what time it is, where somebody has looked."""
         path = path or (self._path if self._ask is self._asked else COMPLETIONS_PATH)
         reads = self._translation is not None or self._again is not None or path == TOKENIZE_PATH
         pool = worker.reading() if reads else worker.pool
         worker.began()
         self._leg_worker, self._leg, leg.path = worker, leg, path
-        self.sent_at = self._context.clock()
+        self.sent_at = at or self._context.clock()
         leg.body, added = (body := self._named(body, worker)), leg.added
         size = len(body) + len(added) - (1 if added else 0)
         payload = _payload(head_of(path, worker.pool.authority, self.record.leg_id, size, self.record.onward), body, added)

@@ -62,11 +62,11 @@ class Metering(ABC):  # noqa: B024 - what is abstract of an answer comes in its 
         """The stream as it is asked for, and whether its usage is for us alone."""
         return with_usage(ask)
 
-    def _without_usage(self, data: bytes) -> bytes:
-        """What the client asked for; the rest is what we asked for."""
+    def _without_usage(self, data: bytes, *, whole: bool) -> bytes:
+        """What the client asked for; the rest is what we asked for. `whole`: no event is cut in two by these chunks."""
         at = max(0, len(data) - TAIL_BYTES)  # behind it comes [DONE] and no more
         told = data.find(EITHER, at) >= 0 and (data.find(TOLD, at) >= 0 or data.find(TOLD_LAST, at) >= 0)
-        if not told and not (cut_in_two(data) and tells_usage(data[at:])):
+        if not told and (whole or not (cut_in_two(data) and tells_usage(data[at:]))):
             return data  # `in` raises and catches an error first
         shown, used = without_usage(data)
         self._told = used or self._told

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -56,8 +56,8 @@ class Served:
 class Metrics:
     """Everything that is counted."""
 
-    requests: Counter[int] = field(default_factory=Counter)
-    """By status code."""
+    requests: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    """By status code; counted for every request, which a Counter makes of a Python call."""
     arrivals: int = 0
     """Requests for tokens that could be read, whatever became of them: one that does not grow means that nobody asks."""
     remote_prefills: int = 0

@@ -6,7 +6,6 @@ are told that there are too many connections. One that says nothing gives way to
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -27,7 +26,7 @@ Plain = Callable[[bytes], tuple[int, bytes, bytes]]
 class Spares:
     """Of one process. `answers`: its answers by status."""
 
-    def __init__(self, answers: Counter[int]) -> None:
+    def __init__(self, answers: dict[int, int]) -> None:
         self.answers = answers
         self._open: dict[Spare, None] = {}
         """Oldest first."""

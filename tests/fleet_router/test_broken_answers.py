@@ -261,7 +261,7 @@ def test_a_refusal_that_was_not_told_is_not_counted():
         for worker in rig.decode:
             worker.behave = broken
         assert (await rig.post(ask(prompt="short")))[0] == 200
-        assert +rig.context.metrics.requests == {200: 1}
+        assert {status: count for status, count in rig.context.metrics.requests.items() if count} == {200: 1}
 
     run(go, prefill=0, decode=2)
 

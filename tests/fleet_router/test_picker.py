@@ -443,7 +443,7 @@ def test_a_prefill_workers_refusal_is_told_behind_a_gateway(mode: int, status: i
         assert headers["x-ratelimit-limit-tokens"] == b"10000"
         account, (record,) = rig.context.desk.accounts["acme"], rig.context.recorder.troubled
         assert (account.counts["refused"], account.inflight, record.status) == (1, 0, status)
-        assert (+rig.context.metrics.requests, rig.context.metrics.client_left) == ({status: 1}, 0)
+        assert (dict(rig.context.metrics.requests), rig.context.metrics.client_left) == ({status: 1}, 0)
 
     run(go)
 

@@ -122,6 +122,8 @@ def usage_in(body: bytes) -> tuple[int, int] | None:
 
 def cut_in_two(read: bytes) -> bool:
     """Chunks may end elsewhere than behind an event, near the end of this read: a name in it may be cut then."""
+    if len(read) <= NEAR_BYTES and chunks_are_events(read):
+        return False
     near = max(0, len(read) - NEAR_BYTES)
     breaks = read.count(_CRLF, near)
     return breaks > 2 and _cut_elsewhere(read, near, breaks)

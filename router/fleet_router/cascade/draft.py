@@ -127,7 +127,9 @@ class Draft(Flow):
 
     def close(self, outcome: Outcome) -> None:
         """It was the last: close the request's record."""
-        self._context.recorder.close(self.record, outcome, self.last_byte_at, self._gaps + (not self._first))
+        self._context.recorder.close(
+            self.record, outcome, self.last_byte_at, self._gaps + (not self._first), self._context.clock()
+        )
 
     def drop(self) -> None:
         """Stop it: the worker sees a client that left. Nothing of it is told to anybody."""

@@ -86,7 +86,7 @@ class Picked(Flow):
         return not self._ask.stream
 
     def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
-        self._waits_for()
+        self._waits_for(self._context.clock())
         worker.began()
         self._leg_worker = worker
         self.sent_at = self._context.clock()

@@ -93,7 +93,7 @@ class Recorder:
         """Is it one whose spans we make? Who sends a context decides that, within our rate."""
         found = read(parent, state) if parent else None
         wanted = self.exporter is not None and (found[2] if found is not None else self._random.random() < self._traces.sample)
-        if not (wanted and self._rate.take_if(1, self._now_ns())):
+        if not (wanted and self._rate.take_if(1, int(record.came_at * 1e9))):
             record.onward = passed_on(parent, state) if found is not None else b""
             return
         trace_id, span = (found[0], found[1]) if found is not None else (f"{self._random.getrandbits(128) or 1:032x}", "")
@@ -111,9 +111,9 @@ class Recorder:
             cached = 1.0 - found.offer.missing / ask.tokens
             counts.hits.observe(cached if cached > 0.0 else 0.0)
 
-    def close(self, record: Record, outcome: str, last_at: float, writes: int) -> None:
+    def close(self, record: Record, outcome: str, last_at: float, writes: int, now: float) -> None:
         """It ended, however; once."""
-        record.ended_at = self._clock()
+        record.ended_at = now
         record.last_at, record.writes = last_at, writes
         record.ended = ENDED[outcome]
         self.running.discard(record)
@@ -156,6 +156,3 @@ class Recorder:
     def _traced(self) -> dict[str, int]:
         told = self.exported
         return {"sent": told.sent, "dropped": told.dropped, "failed": told.failed}
-
-    def _now_ns(self) -> int:
-        return int(self._clock() * 1e9)

@@ -9,7 +9,7 @@ from typing import Any
 from fleet_router.explain.record import Record, Try
 from fleet_router.explain.recorder import Refused
 from fleet_router.policy.cost import missing_of
-from fleet_router.policy.terms import Weighed
+from fleet_router.policy.terms import Weighed, seconds_of
 from fleet_router.workers import Worker
 
 Shown = dict[str, Any]
@@ -106,7 +106,11 @@ def _pair_s(one: Try, sides: Sequence[Weighed]) -> float | None:
     """What the chosen pair costs above the least of all pairs; None without a transfer."""
     if one.prefill is None or one.decode is None:
         return None
-    found = {worker.uid: side.costs[i] for side in sides for i, worker in enumerate(side.workers)}
+    found = {
+        worker.uid: cost_s
+        for side in sides
+        for worker, cost_s in zip(side.workers, seconds_of(side.costs), strict=True)
+    }  # fmt: skip
     return round(one.cost_s - found[one.prefill.uid] - found[one.decode.uid], 6)
 
 
@@ -120,11 +124,12 @@ def _prewarmed_s(one: Try) -> float | None:
 
 def _side(side: Weighed, by_cost: bool) -> list[Shown]:
     """The candidates of one side of one group, cheapest first. `by_cost`: prefilling on a decode worker was weighed too."""
+    costs, local = seconds_of(side.costs), None if side.local is None else seconds_of(side.local)
     rows = [
         {
-            "worker": _name(worker), "role": "prefill" if side.local is None else "decode", "tier": side.group[0],
-            "missing_tokens": round(missing_of(side, i)), "cost_s": _seconds(side.costs[i]),
-            **({} if side.local is None or not by_cost else {"local_s": _seconds(side.local[i])}),
+            "worker": _name(worker), "role": "prefill" if local is None else "decode", "tier": side.group[0],
+            "missing_tokens": round(missing_of(side, i)), "cost_s": _seconds(costs[i]),
+            **({} if local is None or not by_cost else {"local_s": _seconds(local[i])}),
         }
         for i, worker in enumerate(side.workers)
     ]  # fmt: skip

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_router.policy.candidate import Candidate
 from fleet_router.policy.hedge import SAVED_MOST, SAVED_TOKENS_MOST, HedgeBudget, second, wait_s
-from fleet_router.policy.terms import FEW, Weighed
+from fleet_router.policy.terms import FEW, Weighed, seconds_of
 from fleet_router.policy.trip import Trip
 from tests.fleet_router.policy.test_cost import GROUP, Offer, fleet, load
 
@@ -127,11 +125,12 @@ def test_a_trip_learns_from_who_answered(won: bool):
 
 @pytest.mark.parametrize("count", [0, 1, 4, FEW - 1, FEW, 40])
 def test_costs_are_packed_as_they_are(count: int):
-    """As many as there are, each decision its own."""
+    """As many as there are."""
     costs, local = [[float(i) / 3 + start for i in range(count)] for start in (0.0, 7.0)]
     (one, other) = made = [Weighed(GROUP, [], 1.0, (0.0, 0, 0.0, 0, ()), costs, local) for _ in range(2)]
     for side in made:
         side.pack()
-    assert (one.costs, one.local) == (array("d", costs), array("d", local))
-    assert other.costs == one.costs
-    assert other.costs is not one.costs
+    assert one.local is not None
+    assert (list(seconds_of(one.costs)), list(seconds_of(one.local))) == (costs, local)
+    assert len(one.costs) == 8 * count
+    assert (other.costs, other.local) == (one.costs, one.local)
