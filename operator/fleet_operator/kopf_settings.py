@@ -85,4 +85,6 @@ def configure(settings: kopf.OperatorSettings) -> None:
     settings.watching.chunk_size = PAGE
     settings.networking.error_backoffs = Patience()
     settings.networking.request_timeout = REQUEST_TIMEOUT_S
+    # kopf takes its end for the process's and sends SIGKILL ten minutes later; ours goes on with another kopf
+    settings.process.ultimate_exiting_timeout = None
     settings.scanning.disabled = True  # our CRDs are there before the operator, and it may not list all CRDs

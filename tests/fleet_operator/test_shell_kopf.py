@@ -122,6 +122,32 @@ def test_kopf_that_failed_is_started_again_soon(monkeypatch: pytest.MonkeyPatch)
     assert asyncio.run(run_told(World(), lambda: asyncio.wait_for(again.wait(), SOON_S))) == ["led until the end"]
 
 
+def test_a_kopf_that_failed_does_not_kill_the_process_later(monkeypatch: pytest.MonkeyPatch):
+    """It takes its own end for the process's, and ten minutes after a watch had failed sent SIGKILL to make sure: the operator,
+    which had begun kopf again long since, was killed without a word, a leader without giving its lease back."""
+    lives, killed, again = list[int](), list[int](), asyncio.Event()
+
+    async def fails() -> None:
+        await asyncio.sleep(0.05)
+        raise ConnectionError("a watch")
+
+    async def spawn(**given: Any) -> Any:
+        settings = kopf.OperatorSettings()
+        settings.process.ultimate_exiting_timeout = 0.05
+        tasks = await spawn_tasks(settings=settings, **given)
+        lives.append(1)
+        if len(lives) > 1:
+            asyncio.get_running_loop().call_later(0.2, again.set)
+            return tasks
+        return [*tasks, asyncio.create_task(fails())]
+
+    monkeypatch.setattr(kopf, "spawn_tasks", spawn)
+    monkeypatch.setattr(signal, "pthread_kill", lambda _, number: killed.append(number))
+    monkeypatch.setattr(shell_kopf, "RESTART_S", 0.0)
+    asyncio.run(run_told(World(), lambda: asyncio.wait_for(again.wait(), SOON_S)))
+    assert (len(lives), killed) == (2, [])
+
+
 @pytest.mark.parametrize(("calm_s", "pauses"), [(60.0, [2, 4, 8, 15, 15]), (-1.0, [2, 2, 2, 2, 2])], ids=["at once", "later"])
 def test_kopf_that_fails_again_and_again_is_let_be_for_longer(
     calm_s: float, pauses: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
