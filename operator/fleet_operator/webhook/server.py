@@ -111,7 +111,7 @@ async def admission_server(
             return _Refused()
         protocol = protocols()
         app[WAITING].add(protocol)
-        loop.call_later(limits.review_s, _close_silent, protocol, app[WAITING])
+        loop.call_later(limits.review_s, _close_silent, protocol, app[WAITING], limits.handshake_s)
         return protocol
 
     server = await loop.create_server(
@@ -124,9 +124,14 @@ async def admission_server(
         await runner.cleanup()
 
 
-def _close_silent(protocol: Any, waiting: set[Any]) -> None:
-    """Who connects and then sends no request, or drips its head, leaves."""
-    if protocol in waiting:
-        waiting.discard(protocol)
-        if protocol.transport is not None:
-            protocol.transport.abort()
+def _close_silent(protocol: Any, waiting: set[Any], more_s: float = 0.0) -> None:
+    """Who connects and then sends no request, or drips its head, leaves. `more_s`: for who has no transport yet, because the
+    handshake lasts (or none any more)."""
+    if protocol not in waiting:
+        return
+    if protocol.transport is None and more_s:
+        asyncio.get_running_loop().call_later(more_s, _close_silent, protocol, waiting)
+        return
+    waiting.discard(protocol)
+    if protocol.transport is not None:
+        protocol.transport.abort()

@@ -215,6 +215,21 @@ def test_who_sends_nothing_or_drips_its_head_leaves():
     run(scenario, Limits(review_s=0.3))
 
 
+def test_who_sends_nothing_after_a_slow_handshake_leaves_too():
+    """Protocols are made before the handshake: who took longer for it than a review may take was never looked at again, and 128
+    of those kept every review from being answered."""
+
+    async def scenario(server: Server) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        await asyncio.sleep(0.5)  # longer than a review, shorter than a handshake may last
+        await writer.start_tls(server.trust(), server_hostname="127.0.0.1")
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+        writer.close()
+
+    run(scenario, Limits(review_s=0.3, handshake_s=1.0))
+
+
 def test_a_body_that_drips_is_not_waited_for():
     async def scenario(server: Server) -> None:
         reader, writer = await server.raw()
