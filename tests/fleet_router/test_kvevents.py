@@ -91,6 +91,34 @@ def test_an_address_that_is_none_ends_no_thread():
         reader.stop()
 
 
+def test_orders_wait_for_no_thread_that_waits_for_the_loop():
+    """A document in which 280 workers came, went or moved, while a parcel waited to be taken: what wakes the thread was full, the
+    loop waited for the thread and the thread for the loop, and the router answered nobody any more."""
+    delivered, taken = threading.Event(), threading.Event()
+
+    def deliver(_: list[Message]) -> None:
+        delivered.set()
+        taken.wait(20)
+
+    reader = EventReader(deliver)
+
+    def document() -> None:
+        for number in range(2_000):
+            reader.forget(f"w{number}")
+
+    ordering = threading.Thread(target=document, daemon=True)
+    try:
+        reader.follow("w", "127.0.0.1", 1, 0)
+        reader.replay("w", 0)
+        assert delivered.wait(5)
+        ordering.start()
+        ordering.join(5)
+        assert not ordering.is_alive()
+    finally:
+        taken.set()
+        reader.stop()
+
+
 def test_a_replay_of_a_life_that_is_over_is_not_told(monkeypatch: pytest.MonkeyPatch):
     """Its end, five seconds later, was taken for that of the next life's, which had been asked for meanwhile."""
     monkeypatch.setattr(kvevents, "REPLAY_S", 0.5)

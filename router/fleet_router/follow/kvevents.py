@@ -102,7 +102,8 @@ class EventReader:
         self._context.set(zmq.MAX_SOCKETS, SOCKETS_MOST)
         self._orders: deque[Callable[[], None]] = deque()
         self._wake, self._woken = socket.socketpair()
-        self._woken.setblocking(False)
+        for end in (self._wake, self._woken):
+            end.setblocking(False)  # the loop never waits for the thread: when this is full, it is awake anyway
         self._poller = zmq.Poller()
         self._sources: dict[str, _Source] = {}
         self._subscribers: dict[object, _Source] = {}
