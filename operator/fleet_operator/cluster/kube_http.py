@@ -62,6 +62,7 @@ class KubeLimits:
     backoff_base_s: float = 0.2
     backoff_cap_s: float = 10.0
     connections: int = 64
+    """For requests. Watches have as many as there are kinds and namespaces to follow."""
     refused_s: float = 60.0
     """401 to everything for so long is no bad moment of the API server any more: our credentials are wrong."""
 
@@ -146,6 +147,7 @@ class _Rest(RESTClientObject):  # type: ignore[misc]
     standard library's json."""
 
     pool_manager: aiohttp.ClientSession | None
+    watches: aiohttp.ClientSession | None = None
 
     def session(self) -> aiohttp.ClientSession:
         """The pool of connections, made when a loop runs."""
@@ -153,6 +155,20 @@ class _Rest(RESTClientObject):  # type: ignore[misc]
         if pool is None:
             pool = self.pool_manager = self._create_pool_manager()
         return pool
+
+    def watching(self) -> aiohttp.ClientSession:
+        """The same without a bound: what lasts for ever would keep all others from having a connection."""
+        if self.watches is None:
+            self.maxsize, bound = 0, self.maxsize
+            self.watches = self._create_pool_manager()
+            self.maxsize = bound
+        return self.watches
+
+    async def close(self) -> None:
+        """Both."""
+        await super().close()
+        if self.watches is not None:
+            await self.watches.close()
 
 
 class KubeHttp:
@@ -188,13 +204,15 @@ class KubeHttp:
         decoder: msgspec.json.Decoder[Any] = _ANYTHING,
     ) -> Any:
         """The answer's JSON, as `decoder` reads it; the named errors, never aiohttp's."""
-        async with self._answer(method, path, query or {}, body, (content_type, accept), self._within) as answer:
+        session, types = self._rest.session(), (content_type, accept)
+        async with self._answer(session, method, path, query or {}, body, types, self._within) as answer:
             return decoded(decoder, await answer.read())
 
     async def lines(self, path: str, query: Mapping[str, str | int]) -> AsyncGenerator[Object, None]:
         """The JSON lines of a watch, until the server ends it or it fails."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._limits.request_s, sock_read=self._limits.silence_s)
-        async with self._answer("GET", path, query, None, ("application/json", "application/json"), timeout) as answer:
+        session, types = self._rest.watching(), ("application/json", "application/json")
+        async with self._answer(session, "GET", path, query, None, types, timeout) as answer:
             async for line in split_lines(answer.content.iter_any(), self._limits.line_bytes):
                 yield msgspec.json.decode(line)
 
@@ -206,6 +224,7 @@ class KubeHttp:
     @asynccontextmanager
     async def _answer(
         self,
+        session: aiohttp.ClientSession,
         method: str,
         path: str,
         query: Mapping[str, str | int],
@@ -222,7 +241,7 @@ class KubeHttp:
         try:
             data = None if body is None else msgspec.json.encode(body)
             proxy = {"proxy": self._rest.proxy, "proxy_headers": self._rest.proxy_headers} if self._rest.proxy else {}
-            async with self._rest.session().request(method, url, headers=headers, data=data, timeout=timeout, **proxy) as answer:
+            async with session.request(method, url, headers=headers, data=data, timeout=timeout, **proxy) as answer:
                 if answer.status == UNAUTHORIZED:
                     raise self._refused(error_of(UNAUTHORIZED, await answer.read()))
                 self._refused_at = None

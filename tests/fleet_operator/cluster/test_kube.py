@@ -105,6 +105,40 @@ def test_a_list_reads_page_by_page():
     assert script.queries == [{"limit": "2"}, {"limit": "2", "continue": "next"}]
 
 
+def test_watches_take_no_connection_from_requests():
+    """One for each kind and namespace: of six namespaces (66 watches) the last never began, and no request had a connection any
+    more. The operator became ready of five namespaces, and of six never."""
+    begun = []
+
+    async def handle(request):
+        if "watch" in request.query:
+            answer = web.StreamResponse()
+            await answer.prepare(request)
+            begun.append(request)
+            await asyncio.Event().wait()
+        return web.json_response(page([], 5))
+
+    script = Script()
+    script.handle = handle
+
+    async def follow(cluster):
+        async for _ in cluster.watch(CONFIG_MAP):
+            pass
+
+    async def run():
+        async with talking_to(script, dataclasses.replace(FAST, connections=2, request_s=1)) as cluster:
+            watching = [asyncio.create_task(follow(cluster)) for _ in range(3)]
+            async with asyncio.timeout(5):
+                while len(begun) < 3:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert await cluster.list(CONFIG_MAP) == []
+            for one in watching:
+                one.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+
+    asyncio.run(run())
+
+
 def test_versions_of_no_objects():
     script = Script(page(None, 5))  # so does kube-apiserver write an empty list of metadata
 
