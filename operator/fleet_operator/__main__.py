@@ -26,8 +26,6 @@ def main() -> int:
 
     set_up_logs(options.log_format)
     gc.set_threshold(YOUNG, MIDDLE, OLD)
-    if options.kubeconfig is not None:
-        os.environ["KUBECONFIG"] = str(options.kubeconfig.absolute())  # kopf reads it from there
     from fleet_operator.cluster.interface import CRDS, ClusterError, NotFoundError
     from fleet_operator.leader.elector import LeadershipLostError
     from fleet_operator.process import run

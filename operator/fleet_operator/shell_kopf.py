@@ -26,10 +26,12 @@ from typing import Any
 import aiohttp
 import kopf
 from kopf._cogs.structs.references import Insights
+from kubernetes.aio.client.configuration import Configuration
 
 from fleet_operator.audit import audit
 from fleet_operator.cluster.account import service_account
 from fleet_operator.cluster.interface import FLEET, NODE, Cluster, ClusterError, ForbiddenError, Kind, WatchEvent
+from fleet_operator.cluster.kube_http import configuration_from
 from fleet_operator.cluster.trust import Trust
 from fleet_operator.follow_children import Finder, Patient, closed_to, follow_children, follow_when_open, may_read_nodes, refused
 from fleet_operator.health.logs import about
@@ -72,11 +74,11 @@ def build_registry(
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
-    async def login(**kwargs: Any) -> Any:
+    async def login(**_: Any) -> Any:
         if kubeconfig is None:
             account = service_account(os.environ)
             return _session(kopf.ConnectionInfo(server=account.url, ca_path=account.ca_file, token=account.token()), trace)
-        return _session(kopf.login_with_kubeconfig(**kwargs), trace)
+        return _session(_as_we_read(await configuration_from(kubeconfig)), trace)
 
     @kopf.on.startup(registry=registry)
     def set_up(settings: kopf.OperatorSettings, **_: Any) -> None:
@@ -89,9 +91,24 @@ def build_registry(
     return registry
 
 
+def _as_we_read(found: Configuration) -> kopf.ConnectionInfo:
+    """kopf's own reading of a kubeconfig knows neither plugins nor token files nor whose a relative path is."""
+    scheme, _, token = str(found.api_key.get("BearerToken", "")).partition(" ")
+    return kopf.ConnectionInfo(
+        server=found.host,
+        ca_path=found.ssl_ca_cert,
+        insecure=not found.verify_ssl,
+        certificate_path=found.cert_file,
+        private_key_path=found.key_file,
+        scheme=scheme or None,
+        token=token or None,
+        proxy_url=found.proxy,
+    )
+
+
 def _session(found: Any, trace: aiohttp.TraceConfig | None) -> Any:
     """kopf's own connection, in a session that is traced."""
-    if found is None or trace is None:
+    if trace is None:
         return found
     context = found.as_ssl_context()
     session = aiohttp.ClientSession(
