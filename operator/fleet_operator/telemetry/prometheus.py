@@ -31,6 +31,7 @@ from fleet_operator.telemetry.scrape import is_running, is_running_worker, life_
 from fleet_operator.telemetry.series import TargetSeries, by_pod, of_pod, query
 from fleet_planner.types import KvProof, TierTelemetry
 
+THREADS_NAME = "prometheus"
 THREADS = 16
 """Questions at the same time."""
 LEFT_MOST = 64
@@ -54,7 +55,7 @@ class PrometheusTelemetry:
         self._watches: dict[tuple[str, str, str], KvWatch] = {}
         """By fleet (`life_of`) and tier."""
         self._meters: dict[tuple[str, str, str], KvMeter] = {}
-        self._threads = ThreadPoolExecutor(THREADS + LEFT_MOST, thread_name_prefix="prometheus")
+        self._threads = ThreadPoolExecutor(THREADS + LEFT_MOST, thread_name_prefix=THREADS_NAME)
         self._gate = asyncio.Semaphore(THREADS)
         self._left: Counter[str] = Counter()
         """Threads in a look-up that nobody waits for any more, by host."""
