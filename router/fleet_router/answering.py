@@ -197,7 +197,7 @@ class Answering(Metering):
         lines = [OK_LINE, self.record.request_id.encode(), kept[0], kept[1], kept[2]]
         self._end_head(lines, now)
         lines.append(body)
-        self._over()
+        self._over(now)
         self._client.write(b"".join(lines))
         self._client.finish(last=self._last)
 
@@ -408,27 +408,27 @@ class Answering(Metering):
         self.send_head()  # an answer without a body
         if self._trip is not None:
             self._trip.ended(self.last_byte_at, self._gaps + 1)
-        self._over()
+        self._over(self.last_byte_at)
         self._client.finish(last=self._last)
 
-    def _over(self) -> None:
-        """The worker has answered, and nothing runs any more."""
+    def _over(self, at: float = 0.0) -> None:
+        """The worker has answered, and nothing runs any more. `at`: what time it is, where somebody has looked."""
         if not self._streams and not self._asked.alone and self.record.status == OK:
             self._served.whole.observe(self.last_byte_at - self.started_at)
         if self._trip is not None:
             if self._trip.learns_whole and self.record.status == OK and self._leg_worker is not None and not self._stalled_at:
                 self._trip.whole(self.last_byte_at, self._written(self.config.max_output_tokens), self._leg_worker)
-            self._trip_over()
+            self._trip_over(at)
         if self._leg_worker is not None:
             self._leg_worker.breaker.succeeded()
         self.end_leg()
         self.done = True
-        self._leave(self._outcome)
+        self._leave(self._outcome, at=at)
 
-    def _trip_over(self) -> None:
-        """This attempt waits in no queue any more."""
+    def _trip_over(self, at: float = 0.0) -> None:
+        """This attempt waits in no queue any more. `at`: as above."""
         if self._trip is not None:
-            self._trip.over(self._context.clock())
+            self._trip.over(at or self._context.clock())
             self._trip = None
 
     def _refuse(self, error: RequestError) -> None:
@@ -482,12 +482,12 @@ class Answering(Metering):
         """Its answer broke off."""
         self._context.metrics.streams_broken += 1
 
-    def _leave(self, outcome: Outcome, begun: bool = True) -> None:
-        """Give the slot back and settle; once, whatever ended the request. `begun`: it did not only wait."""
+    def _leave(self, outcome: Outcome, begun: bool = True, at: float = 0.0) -> None:
+        """Give the slot back and settle; once, whatever ended the request. `begun`: it did not only wait; `at`: as above."""
         used = None
         if self._metered and outcome == "answered":
             used = self._used()
-        now, writes = self._context.clock(), self._gaps + (not self._first)
+        now, writes = at or self._context.clock(), self._gaps + (not self._first)
         self._context.recorder.close(self.record, outcome, self.last_byte_at, writes, now)
         self._context.desk.leave(self._ticket, outcome, used, begun, now)
 

@@ -167,7 +167,7 @@ class Desk:
         added = lane.added if ask.alone or wanted else lane.limit_for(ask)
         if added[0]:
             ask = with_fields(ask, added[0], added[1])  # with a star a list would be made, and a tuple of it
-        ticket = Ticket(lane, tokens)
+        ticket = Ticket(lane, tokens, now)
         if ask.counts:
             ticket.state = "free"
         elif not self.gate.start():

@@ -79,14 +79,14 @@ class Flow(Hedging):
             self._trip = context.table.depart(found, now, ask, self.config.decide, keys, context.knowledge is not None)
         decode = context.table.workers[found.decode]
         prefill = context.table.workers[found.prefill] if found.prefill is not None else None
-        context.recorder.decided(self.record, now, found, prefill, decode)
+        now = context.recorder.decided(self.record, now, found, prefill, decode)
         self._keys = [] if self._ask.alone else keys
         self._handed_over, self._giver = "", None
         self._served = context.metrics.of(decode.endpoint.tier, decode.endpoint.revision)
         self._served.requests += 1
         if prefill is None or found.prefill is None:
             context.metrics.local_prefills += not self._ask.alone
-            self._send_decode(decode, None)
+            self._send_decode(decode, None, now)
             return
         context.table.routing.index.add(keys, found.prefill)
         context.metrics.remote_prefills += 1
@@ -129,9 +129,8 @@ class Flow(Hedging):
             self.deadline = self._until_whole()
         return now <= self.deadline
 
-    def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
+    def _send_decode(self, worker: Worker, reference: bytes | None, now: float) -> None:
         leg: DecodeLeg
-        now = self._context.clock()
         self._waits_for(now)
         if self._again is not None:
             leg = ResumedLeg(self, worker, self._again)
@@ -261,7 +260,7 @@ class Flow(Hedging):
             return
         self._giver = prefill
         self._handed_over = decode.endpoint.tier  # also without a reference: an engine that gives none is what must be noticed
-        self._send_decode(decode, reference)
+        self._send_decode(decode, reference, now)
 
     def leg_failed(self, worker: Worker, why: str, *, gone: bool = False, blamed: bool = True) -> None:
         """A leg broke. Before the first byte to the client: once more, elsewhere, if the budget has it. Prefill that failed twice

@@ -267,11 +267,11 @@ class Hedging(Retrying):
         if (told := self.record.tries[-1].second) is not None:
             told.outcome = "won"
 
-    def _trip_over(self) -> None:
+    def _trip_over(self, at: float = 0.0) -> None:
         """See `Answering`: nobody is waited for any more."""
         if self._hedge is not None:
             self._end_hedge("cut")
-        super()._trip_over()
+        super()._trip_over(at)
 
     def _end_hedge(self, outcome: str, why: str = "") -> None:
         """It is given up. `outcome`: lost (the first one answered), failed (`why`), cut (the attempt is over). Not asked again

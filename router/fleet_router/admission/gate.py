@@ -32,8 +32,9 @@ State = Literal["waiting", "running", "free", "done"]
 class Ticket:
     """One admitted request. What only matters to one that waits is set when it does."""
 
-    __slots__ = ("charged", "cost", "deadline", "entered_at", "holder", "lane", "size", "state", "tenant", "waiting",
-                 "weight")  # fmt: skip
+    __slots__ = (
+        "at", "charged", "cost", "deadline", "entered_at", "holder", "lane", "size", "state", "tenant", "waiting", "weight",
+    )  # fmt: skip
 
     cost: float
     """Its tokens over its tenant's weight."""
@@ -46,8 +47,9 @@ class Ticket:
     """When waiting is over: what is left of the budget is for the prefill."""
     entered_at: float
 
-    def __init__(self, lane: Lane, charged: int) -> None:
-        self.lane = lane
+    def __init__(self, lane: Lane, charged: int, at: float) -> None:
+        self.lane, self.at = lane, at
+        """Whose it is, and when it came."""
         self.charged = charged
         """Tokens that its tenant's quota was charged."""
         self.state: State = "running"

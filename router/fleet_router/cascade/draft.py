@@ -102,7 +102,7 @@ class Draft(Flow):
         self._release_lease()
         self._refuse(RequestError(503, f"{worker.endpoint.name} has said nothing for too long"))
 
-    def _leave(self, outcome: Outcome, begun: bool = True) -> None:
+    def _leave(self, outcome: Outcome, begun: bool = True, at: float = 0.0) -> None:
         self.ended = outcome
         if self._metered and outcome == "answered":
             self.used = self._used()

@@ -85,11 +85,11 @@ class Picked(Flow):
         """The gateway sees to it."""
         return not self._ask.stream
 
-    def _send_decode(self, worker: Worker, reference: bytes | None) -> None:
-        self._waits_for(self._context.clock())
+    def _send_decode(self, worker: Worker, reference: bytes | None, now: float) -> None:
+        self._waits_for(now)
         worker.began()
         self._leg_worker = worker
-        self.sent_at = self._context.clock()
+        self.sent_at = now
         body = bytes(self._named(decode_body(self._ask, reference), worker))
         self._gateway.picked([worker, *self._fallbacks(worker)], body)
 

@@ -83,7 +83,7 @@ class Recorder:
     # -- one request ------------------------------------------------------------------------------------------------
     def open(self, ids: tuple[str, str], path: bytes, ask: Ask, ticket: Ticket, kept: Mapping[bytes, bytes]) -> Record:
         """A request was admitted, or waits to be. `ids`: the client's name of it and the workers'; `kept`: its headers."""
-        record = Record(ids, path, ask, ticket.lane, self._clock(), ticket.waiting)
+        record = Record(ids, path, ask, ticket.lane, ticket.at, ticket.waiting)
         if kept or self.exporter is not None:
             self._trace(record, kept.get(PARENT, b""), kept.get(STATE, b""))
         self.running.add(record)
@@ -99,17 +99,17 @@ class Recorder:
         trace_id, span = (found[0], found[1]) if found is not None else (f"{self._random.getrandbits(128) or 1:032x}", "")
         record.trace = Trace(trace_id, span, self._random.getrandbits(64), found[3] if found is not None else b"")
 
-    def decided(self, record: Record, at: float, found: Choice, prefill: Worker | None, decode: Worker) -> None:
-        """An attempt begins; the decision began `at`."""
+    def decided(self, record: Record, at: float, found: Choice, prefill: Worker | None, decode: Worker) -> float:
+        """An attempt begins; the decision began `at`. What time it is."""
         now, counts, ask = self._clock(), self.counts, found.ask
         one = record.tried(now, now - at, found.reason, prefill, decode)
         counts.decisions.observe(now - at)
-        if found.offer is None or ask is None:
-            return
-        one.weighed(found.offer, ask)
-        if ask.tokens > 0:
-            cached = 1.0 - found.offer.missing / ask.tokens
-            counts.hits.observe(cached if cached > 0.0 else 0.0)
+        if found.offer is not None and ask is not None:
+            one.weighed(found.offer, ask)
+            if ask.tokens > 0:
+                cached = 1.0 - found.offer.missing / ask.tokens
+                counts.hits.observe(cached if cached > 0.0 else 0.0)
+        return now
 
     def close(self, record: Record, outcome: str, last_at: float, writes: int, now: float) -> None:
         """It ended, however; once."""

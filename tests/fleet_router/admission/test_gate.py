@@ -25,7 +25,7 @@ def gate_of(slots: int, per_slot: int = 4) -> Gate:
 
 def come(gate: Gate, tenant: str = "a", slo_class: SloClass = MIDDLE, *, now: float = 0.0, weight: float = 1.0, size: int = 10):
     """(ticket, what the gate said: True it runs). Nobody keeps accounts here: tenants hold nothing."""
-    ticket = Ticket(lane_of(tenant, slo_class, weight), 1)
+    ticket = Ticket(lane_of(tenant, slo_class, weight), 1, 0.0)
     if gate.start():
         return ticket, True
     ticket.waits(1, size, now, slo_class.ttft_budget_s)
