@@ -205,6 +205,9 @@ class Again:
         if usage and skipped:
             usage["prompt_tokens"] -= skipped
             usage["completion_tokens"] += skipped
+            details = usage.get("prompt_tokens_details") or {}
+            if details.get("cached_tokens"):  # what was sent is in its cache, too, where the same was asked before
+                details["cached_tokens"] = min(details["cached_tokens"], usage["prompt_tokens"])
 
     def _new(self, found: dict[str, Any], choice: dict[str, Any]) -> bool:
         """Leave out of `choice` what the client has; False when nothing is left."""

@@ -91,6 +91,26 @@ def test_the_least_of_tokens_counts_those_that_were_sent(asked_for: int, left: i
     assert (bytes(rest.fields["min_tokens"]), bytes(rest.fields["max_tokens"])) == (b"%d" % left, b"28")
 
 
+@pytest.mark.parametrize(
+    ("details", "left"),
+    [
+        ({"cached_tokens": 112}, {"cached_tokens": 18}),
+        ({"cached_tokens": 16}, {"cached_tokens": 16}),
+        ({"cached_tokens": None}, {"cached_tokens": None}),
+        ({}, {}),
+        (None, None),
+    ],
+)
+def test_no_more_of_a_prompt_is_cached_than_it_has(details: Any, left: Any):
+    """What was sent stands in the other worker's prompt and cache, and in no prompt of the client's."""
+    usage = {"prompt_tokens": 118, "completion_tokens": 5, "prompt_tokens_details": details}
+    got = left_of(Said("ab", None), {"choices": [], "usage": usage}, start=Start(100, 2))
+    assert got == {
+        **ONE, "id": None, "created": 0, "choices": [],
+        "usage": {"prompt_tokens": 18, "completion_tokens": 105, "prompt_tokens_details": left},
+    }  # fmt: skip
+
+
 def test_a_count_with_every_event_is_not_the_one_at_the_end():
     events = [{**choice("a"), "usage": {"prompt_tokens": 3}}, {"choices": [], "usage": {"prompt_tokens": 3}}]
     made = [b"data: " + json.dumps(one).encode() + b"\n\n" for one in events]
