@@ -45,7 +45,7 @@ class Carrying(Measuring):
             self._cannot_resume("refused", why)
             return
         self._resumes += 1
-        self._excluded, self._counted = self._others_than(failed), None
+        self._excluded, self._counted = self._others_than(failed, said), None
         self._moved = self._moved and not said.begun  # who waits for a first byte is moved once
         self.deadline = self._context.clock() + self.config.first_token_deadline_s
         start = start_of(self._asked, said) if self.config.resume == "prefill" else Start()
@@ -57,13 +57,23 @@ class Carrying(Measuring):
         else:
             self._carry_on(said, start, [])
 
-    def _others_than(self, failed: Worker) -> frozenset[str]:
+    def _others_than(self, failed: Worker, said: Said) -> frozenset[str]:
         """Whom the rest is not asked of. Workers that failed before are asked again when nobody else is left: a container that
         started anew keeps its pod's uid. Not those that were told to give this request's KV back: that message goes by
         its name, and could come later than another leg of that name, and end it."""
-        uid = self._uid_of(failed)
+        uid = self._uid_of(failed) | (self._unlike(failed) if said.begun else frozenset())
         tried = self._excluded | uid
         return tried if isinstance(self._pick(tried), Choice) else self._barred | uid
+
+    def _unlike(self, failed: Worker) -> frozenset[str]:
+        """Those of other weights, as there are while a fleet rolls out or an adapter is replaced, which is why KV would not fit.
+        What they say again may be the same, and with what follows the answer would be half another model's."""
+        kept = self._sent if self._sent is not None else self._heard
+        adapter, version, fits = self._asked.adapter, "" if kept is None else kept.version, failed.endpoint.compat
+        return frozenset(
+            uid for uid, worker in self._context.table.workers.items()
+            if worker.endpoint.compat != fits or (adapter and worker.endpoint.adapters.get(adapter) != version)
+        )  # fmt: skip
 
     def begins_anew(self) -> bool:
         """The client has a stream's head, and no more: whoever answers it now may say anything."""
@@ -117,7 +127,15 @@ class Carrying(Measuring):
         """See `Answering`. A head alone is no answer: servers give it whose engine hangs, and whose KV never comes."""
         if self._streams:
             self._says_something(now)
+            if self._ask.adapter:
+                self._note_version()
         super()._first_bytes(now)
+
+    def _note_version(self) -> None:
+        """The document may name a newer one of the same worker before the stream ends, which goes on under its own."""
+        kept = self._sent if self._sent is not None else self._heard
+        if kept is not None and self._leg_worker is not None:
+            kept.version = self._leg_worker.endpoint.adapters.get(self._ask.adapter, "")
 
     def _says_something(self, now: float) -> None:
         self._answers(now)

@@ -3,7 +3,8 @@
 Only requests whose tokens are determined (greedy or seeded, one choice, no field that we do not know) are carried on, and those
 of which the client has the head alone, which engines may send long before the first token: these begin anew. The other worker
 begins somewhat earlier than where the first one stopped; what it says again must be what the client has, text and token ids, and
-is left out. One difference and the stream ends with an error: a wrong token is worse than none.
+is left out. One difference and the stream ends with an error: a wrong token is worse than none. So it is where all others have
+other weights, whose difference may come later.
 
 Two ways: `prefill` begins with the prompt and the tokens sent, less the last few; it needs the ids in the stream and an engine
 whose draws depend on seed and position alone. `replay` begins from nothing with the same request.

@@ -99,7 +99,7 @@ class Room:
 class Sent:
     """Of one stream. Reads are kept with their framing."""
 
-    __slots__ = ("_joined", "_kept", "_rest", "_room", "_size", "_taken", "full")
+    __slots__ = ("_joined", "_kept", "_rest", "_room", "_size", "_taken", "full", "version")
     carries: ClassVar[bool] = True
     """Another worker can go on with it."""
     event_most_bytes: ClassVar[int] = STREAM_MOST_BYTES // 2
@@ -114,6 +114,8 @@ class Sent:
         self._rest = b""
         self.full = False
         """It can be kept no longer."""
+        self.version = ""
+        """Of the adapter that says it; empty without one."""
 
     def whole(self, data: bytes) -> bytes:
         """One more read; what may go out: up to the end of its last event."""
