@@ -59,6 +59,8 @@ class Messages(ChatTranslation):
         self._open = ""
         """Kind and index of the block that is being sent; empty when none is."""
         self._index = -1
+        self._unsaid: str | None = None
+        """What came of a call's arguments while they could be none; None: they have begun."""
 
     # -- streamed ---------------------------------------------------------------------------------------------------
     def name_of(self, param: str) -> str:
@@ -97,9 +99,21 @@ class Messages(ChatTranslation):
     def _tool(self, call: ToolCall) -> bytes:
         start = {"type": "tool_use", "id": call.id or "", "name": call.function.name or "", "input": {}}
         told, self._called = self._block(f"tool {call.index}", start), True
-        if call.function.arguments:
-            told += self._delta({"type": "input_json_delta", "partial_json": call.function.arguments})
+        if told:
+            self._unsaid = ""
+        if said := self._begun_with(call.function.arguments or ""):
+            told += self._delta({"type": "input_json_delta", "partial_json": said})
         return told
+
+    def _begun_with(self, more: str) -> str:
+        """The arguments' next piece. Space or null alone are none (see `_input`): clients parse what they have at each piece, and
+        would end the stream for the one, and use the tool with no object for the other."""
+        if self._unsaid is None:
+            return more
+        said = self._unsaid + more
+        none = "null".startswith(said.strip())
+        self._unsaid = said if none else None
+        return "" if none else said
 
     def _begin(self) -> bytes:
         self._begun = True

@@ -65,6 +65,31 @@ def test_anthropic_tools(streamed: bool):
     run(go)
 
 
+@pytest.mark.parametrize(
+    ("pieces", "given"),
+    [
+        (["null"], {}),
+        (["", "nu", "ll"], {}),
+        ([" ", "null\n"], {}),
+        ([" "], {}),
+        ([], {}),
+        (["\n", ' {"a":', " null", "}"], {"a": None}),
+    ],
+)
+def test_anthropic_streams_a_call_without_arguments_as_one_of_an_empty_object(pieces: list[str], given: dict[str, Any]):
+    """vLLM hands on what its model wrote: null is none to Anthropic's clients, and space alone ends their stream."""
+
+    async def go(rig: Rig) -> None:
+        first = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "now", "arguments": ""}}
+        said = [{"tool_calls": [{"index": 0, "function": {"arguments": piece}}]} for piece in pieces]
+        rig.decode[0].behave = says([{"tool_calls": [first]}, *said], "tool_calls")
+        async with claude(rig) as client, client.messages.stream(model="m", max_tokens=8, messages=TURNS) as stream:
+            (call,) = (await stream.get_final_message()).content
+        assert (call.type, call.input) == ("tool_use", given)
+
+    run(go, prefill=0)
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_anthropic_thoughts_come_in_a_block_of_their_own(streamed: bool):
     async def go(rig: Rig) -> None:
