@@ -169,8 +169,8 @@ class Responses(ChatTranslation):
         self._usage, self._created, self._reason = answer.usage, answer.created, choice.finish_reason
         status = status_of(choice.finish_reason)
         self._add(choice.message)
-        for item in self._output:
-            item["status"] = status
+        for last in self._output[-1:]:  # what cut the answer cut this one alone
+            last["status"] = status
         return msgspec.json.encode(self._response(status, self._output))
 
     def _add(self, message: Message) -> None:

@@ -249,6 +249,29 @@ def test_it_may_be_left_to_the_model_whether_to_call_without_tools(path: str, ch
     run(go, prefill=0)
 
 
+@pytest.mark.parametrize("finish", ["stop", "length"])
+@pytest.mark.parametrize("deltas", [TEXT, THOUGHT, CALLS], ids=["text", "thought", "calls"])
+def test_a_response_is_the_same_whole_and_streamed(deltas: list[dict[str, Any]], finish: str):
+    """Whole, all of its items were incomplete when the limit cut the last one: the calls before it, too."""
+
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = says(deltas, finish)
+        found = []
+        for streamed in (False, True):
+            _, body = await rig.post({"model": "m", "input": "x", "stream": streamed}, "/v1/responses")
+            told = json.loads(body) if not streamed else last_response(body)
+            found.append([{name: value for name, value in item.items() if name != "id"} for item in told["output"]])
+        assert found[0] == found[1]
+
+    run(go, prefill=0)
+
+
+def last_response(body: bytes) -> dict[str, Any]:
+    lines = [line for line in body.decode().split("\n") if line.startswith("data: ")]
+    response: dict[str, Any] = json.loads(lines[-1][6:])["response"]
+    return response
+
+
 def test_responses_that_were_cut_by_the_limit_are_incomplete():
     async def go(rig: Rig) -> None:
         rig.decode[0].behave = says(TEXT, "length")
