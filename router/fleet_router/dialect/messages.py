@@ -25,6 +25,8 @@ KINDS: Final = {
 }  # fmt: skip
 """docs.anthropic.com, Errors."""
 NO_INPUT: Final = msgspec.Raw(b"{}")
+CUT: Final = frozenset({"max_tokens", "stop_sequence", "refusal"})
+"""Reasons of an answer that its model did not end: what it was about to say may lack its end."""
 
 
 def error_object(error: RequestError, request_id: str) -> dict[str, Any]:
@@ -184,19 +186,19 @@ def _blocks(choice: Choice, signature: str) -> list[dict[str, Any]]:
     if message.content:
         found.append({"type": "text", "text": message.content})
     for call in message.tool_calls or ():
-        found.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": _input(call, choice.finish_reason)})
+        found.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": _input(call, choice)})
     return found
 
 
-def _input(call: ToolCall, finish: str | None) -> msgspec.Raw:
-    """The arguments as the model wrote them: numbers of any length, half of a surrogate pair. None where the limit cut them: the
-    message says so, and its reader asks with a higher one."""
+def _input(call: ToolCall, choice: Choice) -> msgspec.Raw:
+    """The arguments as the model wrote them: numbers of any length, half of a surrogate pair. None where the limit cut them, or a
+    stop sequence: the message says so, and its reader asks with a higher one."""
     said = (call.function.arguments or "").strip()
     if said in ("", "null"):
         return NO_INPUT
     if _is_object(said):
         return msgspec.Raw(said.encode())
-    if finish == "length":
+    if reason_of(choice, calls=True)[0] in CUT:
         return NO_INPUT
     raise RequestError(502, f"the model's arguments for {call.function.name} are not a JSON object")
 

@@ -22,10 +22,11 @@ ASKED: dict[str, dict[str, Any]] = {
 DEEP = '{"a": ' + "[" * 5_000 + "]" * 5_000 + "}"
 
 
-def called(arguments: str, finish: str = "tool_calls") -> Any:
+def called(arguments: str, finish: str = "tool_calls", stop: str | None = None) -> Any:
     """A whole answer that calls one function."""
     message = {"role": "assistant", "content": None, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": arguments}}]}
-    return {"created": 5, "choices": [{"index": 0, "message": message, "finish_reason": finish}], "usage": None}
+    choice = {"index": 0, "message": message, "finish_reason": finish, "stop_reason": stop}
+    return {"created": 5, "choices": [choice], "usage": None}
 
 
 def answers(said: Any) -> Any:
@@ -79,13 +80,22 @@ def test_arguments_that_are_no_object_are_an_error_at_once(arguments: str):
     run(go, prefill=0)
 
 
-def test_a_call_that_the_limit_cut_is_an_answer_that_the_limit_cut():
-    """It was a 502: nothing of the answer, though the client is to ask with a higher limit."""
+@pytest.mark.parametrize(
+    ("finish", "stop", "reason"),
+    [
+        ("length", None, ("max_tokens", None)),
+        ("stop", "nn", ("stop_sequence", "nn")),
+        ("content_filter", None, ("refusal", None)),
+    ],
+)
+def test_a_call_that_the_limit_cut_is_an_answer_that_the_limit_cut(finish: str, stop: str | None, reason: tuple[str, str | None]):
+    """It was a 502: nothing of the answer, though the client is to ask with a higher limit. The same of one that its own stop
+    sequence cut, which no retry helps; a stream of it ended as it should."""
 
     async def go(rig: Rig) -> None:
-        status, body = await told(rig, "/v1/messages", answers(called('{"city": "Bo', "length")))
+        status, body = await told(rig, "/v1/messages", answers(called('{"city": "Bo', finish, stop)))
         message = json.loads(body)
-        assert (status, message["stop_reason"]) == (200, "max_tokens")
+        assert (status, message["stop_reason"], message["stop_sequence"]) == (200, *reason)
         assert [(block["type"], block["name"], block["input"]) for block in message["content"]] == [("tool_use", "f", {})]
 
     run(go, prefill=0)
