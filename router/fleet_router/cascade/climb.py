@@ -38,8 +38,13 @@ def tier_of_all(config: RouterConfig, cascade: Cascade, ask: Ask, tokens: float,
     """The tier that alone may answer: a rule's, or the last one where a draft could not be judged; empty: drafts come first."""
     if config.tier_rules and (tier := tier_of(config.tier_rules, tokens, hints.headers)):
         return tier
-    judged = not ask.alone and not ask.adapter and choices_of(ask) == 1
+    judged = not ask.alone and not ask.adapter and choices_of(ask) == 1 and not _tells_prompt(ask)
     return "" if judged else cascade.tiers[-1]
+
+
+def _tells_prompt(ask: Ask) -> bool:
+    """The answer's text begins with the prompt's, which would be judged with it: never empty, with phrases of the client."""
+    return bytes(ask.fields.get("echo", b"null")) not in (b"null", b"false")
 
 
 class Climb:
