@@ -6,7 +6,8 @@ rules, from which every state of a rollout follows:
 1. Every group is sized inside the ratio, so that it can serve alone; the sum of groups inside the ratio is inside it, too.
 2. All workers together hold at most the wanted devices plus `surge_gpus`; workers that terminate count, those on nodes that go
    away do not, nor those that should have been gone for long. What events take is brought back inside this bound, too.
-3. At least `want - unavailable` workers of each role serve. The old group keeps what the new one does not serve yet.
+3. At least `want - unavailable` workers of each role serve. The old group keeps what the new one does not serve yet, and beside
+   a canary one pair at least.
 4. The new group grows as far as rule 2 lets it, both roles in step, and only to sizes from which the rest can follow (ways.py).
    It is never shrunk for the sake of rule 2.
 5. The old group gives way when all that was started of the new one is ready: so the path does not depend on who is ready first.
@@ -137,7 +138,7 @@ def plan_step(
         step = plan_step(want, new, some, limits, leaving_gpus=leaving_gpus, canary=canary)
         return replace(step, sizes={**step.sizes, **dict.fromkeys([old.revision for old in gone], (0, 0))})
     firm = replace(new, ready=new.firm, leaving=(0, 0))
-    most, least = want, (0, 0) if mixed else _floor(want, new, size, limits)
+    most, least = want, (0, 0) if mixed else larger(_floor(want, new, size, limits), _fallback(want, limits, canary))
     if blocked:
         most = (0, 0) if all(old.hopeless for old in olds) else _floor(want, firm, size, limits)
         room = _room(want, _shrunk(olds, most, limits), {}, limits, canary) - surplus_gpus
@@ -145,7 +146,7 @@ def plan_step(
             most = least = _left(want, _serving(firm, size, limits), limits)
     elif whole and canary is None:
         most = _left(want, _serving(firm, size, limits), limits)
-    spare = _spare(want, (new, *olds), limits, canary) - leaving_gpus
+    spare = _spare(want, (replace(new, alive=larger(new.alive, size)), *olds), limits, canary) - leaving_gpus
     sizes = _share(olds, most, least, limits, spare)
     resting = leaving_gpus == surplus_gpus == 0 and not any(_coming(old) for old in olds)
     stuck = blocked and resting and all(sizes.get(old.revision, (0, 0)) == old.alive for old in olds)
@@ -246,6 +247,11 @@ def _spare(want: Pair, groups: Sequence[Group], limits: Limits, canary: Canary |
 def _floor(want: Pair, new: Group, size: Pair, limits: Limits) -> Pair:
     """What the old groups must have by rule 3 when `size` workers of the new one stay."""
     return _left((want[0] - limits.unavailable, want[1] - limits.unavailable), _serving(new, size, limits), limits)
+
+
+def _fallback(want: Pair, limits: Limits, canary: Canary | None) -> Pair:
+    """What the old group must have however large the canary is: it gets requests, and is what a bad canary goes back to."""
+    return (0, 0) if canary is None else smaller(smallest((1, 1), limits.low, limits.high), want)
 
 
 def _serving(new: Group, size: Pair, limits: Limits) -> Pair:

@@ -54,6 +54,43 @@ def test_a_canary_whose_old_revision_is_lost_stays_one_and_the_old_one_comes_bac
 
 
 @pytest.mark.parametrize("change", HOW)
+def test_the_old_revision_comes_back_as_one_pair_though_the_canary_is_as_large_as_the_tier(change: dict[str, Any] | None) -> None:
+    """Incident: of a tier of 1:1 any canary is as large as the tier: nothing was missing, so nothing came back. All requests went
+    to the revision that was to get 10 % of them, and its rollback had to wait for a cold start."""
+    world = World(canary={"steps": [99], "interval": "1m"})
+    world.steps(3)
+    assert world.sizes() == ((2, 4), (2, 4))
+    lose_all(world, OLD, change)
+    world.steps(1)
+    forget_terminating(world)
+    world.steps(4)
+    assert world.sizes() == ((1, 1), (2, 4))
+    hear(world, BAD)
+    world.steps(8)
+    assert world.sizes() == ((2, 4), (0, 0))
+
+
+def test_an_old_role_that_is_lost_beside_a_large_canary_comes_back() -> None:
+    """Incident: the old decode workers were left without a prefill worker until the canary was judged."""
+    world = World(canary={"steps": [99], "interval": "1m"})
+    world.steps(3)
+    for _ in range(2):
+        world.lose(OLD, "prefill")
+    world.steps(4)
+    assert world.sizes() == ((1, 4), (2, 4))
+
+
+def test_an_old_revision_comes_back_only_inside_the_bound() -> None:
+    """Where surge has no room for it the canary's workers come first."""
+    world = World(canary={"steps": [99], "interval": "1m"}, maxSurgeGpus=0, maxUnavailable=4)
+    most = 0
+    for _ in range(12):
+        world.steps(1)
+        most = max(most, len(world.observed.pods))
+    assert (world.sizes(), most) == (((0, 0), (2, 4)), 6)
+
+
+@pytest.mark.parametrize("change", HOW)
 @pytest.mark.parametrize("rollout", [{}, {"canary": CANARY}], ids=["plain", "canary"])
 def test_a_paused_rollout_whose_old_revision_is_lost_keeps_each_group_at_its_size(
     rollout: dict[str, Any], change: dict[str, Any] | None
