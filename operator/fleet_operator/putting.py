@@ -26,9 +26,10 @@ from fleet_operator.cluster.interface import (
     NotFoundError,
     Object,
 )
-from fleet_operator.compare import contains, data_patch, satisfied, stamped
+from fleet_operator.compare import contains, data_patch, difference, satisfied, stamped
 from fleet_operator.deeds import member_of, planned_from, undone, worker_of
 from fleet_operator.fresh import Fresh
+from fleet_operator.names import APPLIED
 from fleet_operator.outcome import Outcome, StopError
 from fleet_operator.ownership import name_conflict, owned, parted, taken
 from fleet_operator.settled import Settled, digest_of
@@ -44,6 +45,8 @@ _WRITTEN = (
 )  # fmt: skip
 BY_KIND: dict[str, Kind] = {kind.kind: kind for kind in _WRITTEN}
 MADE_ANEW = frozenset({"Service"})
+DENIED = ("denied request", "denied the request")
+"""What the API says of a write that a policy or a webhook refuses: it would refuse to make the object anew, too."""
 MADE_AT_ONCE = frozenset(
     kind.kind for kind in (SERVICE_ACCOUNT, ROLE, ROLE_BINDING, SERVICE, DEPLOYMENT, PDB, NETWORK_POLICY, POOL)
 )
@@ -122,14 +125,14 @@ class Putter:
             made = await self._write(wish, found)
         except InvalidError as error:
             outcome.vain += 1
-            await self._make_way(wish, found, str(error), outcome)
+            await self._make_way(wish, found, str(error), work)
             return None
         except ClusterError as error:
             outcome.fail(f"{kind} {name}", error)
             return None
         outcome.writes += 1
         if not contains(made, wish):
-            await self._make_way(wish, made, "somebody else's entries stand in its lists", outcome)
+            await self._make_way(wish, made, _unlike(made, wish), work)
         verb: Literal["created", "changed"] = "created" if found is None else "changed"
         undid = undone(wish, found)
         outcome.vain += bool(undid)
@@ -165,7 +168,7 @@ class Putter:
             return await self._as_wished(wish, found, work)
         except InvalidError as error:
             outcome.vain += 1
-            await self._make_way(wish, None, str(error), outcome)
+            await self._make_way(wish, None, str(error), work)
             return None
         except ClusterError as error:
             outcome.fail(f"{kind} {name}", error)
@@ -174,6 +177,11 @@ class Putter:
             work.fresh.made_pool(was_there=False)
         outcome.writes += 1
         outcome.done.append(Deed("created", kind, name, made["metadata"]["uid"]))
+        work.settled.unlike.pop((kind, name), None)
+        if not contains(made, wish):
+            outcome.vain += 1
+            work.settled.unlike |= {(kind, name): _stamp(wish)} if kind in MADE_ANEW else {}
+            await self._make_way(wish, made, _unlike(made, wish), work)
         return made
 
     async def there(self, wish: Object, outcome: Outcome) -> Object | None:
@@ -186,11 +194,13 @@ class Putter:
             outcome.fail(f"{wish['kind']} {meta['name']}", error)
             raise StopError from error
 
-    async def _make_way(self, wish: Object, found: Object | None, why: str, outcome: Outcome) -> None:
+    async def _make_way(self, wish: Object, found: Object | None, why: str, work: Pass) -> None:
         """Server-side apply leaves list entries that others added. A Service with such entries is made anew: it runs nothing;
-        of anything else the difference is reported."""
-        kind, name = wish["kind"], wish["metadata"]["name"]
-        if found is None or kind not in MADE_ANEW:
+        of anything else the difference is reported, and of a Service that a webhook changes, or would refuse, when it is made."""
+        kind, name, outcome = wish["kind"], wish["metadata"]["name"], work.outcome
+        in_vain = work.settled.unlike.get((kind, name)) == _stamp(wish)
+        if found is None or kind not in MADE_ANEW or in_vain or any(words in why for words in DENIED):
+            why += "; when that is mended, delete it: it is made anew" if in_vain else ""
             outcome.problems.append(Problem("Refused", f"{kind} {name}: {why}"))
             return
         namespace, uid = wish["metadata"]["namespace"], found["metadata"]["uid"]
@@ -224,3 +234,13 @@ class Putter:
         outcome.writes += 1
         outcome.done.append(Deed("deleted", kind.kind, name, uid, *worker_of(pod), why=reason, member=member_of(pod)))
         return True
+
+
+def _stamp(wish: Object) -> str:
+    return str(wish["metadata"]["annotations"][APPLIED])
+
+
+def _unlike(made: Object, wish: Object) -> str:
+    """What the API made of a write, in words."""
+    why = "an admission webhook or a policy of the cluster changes it, or somebody else's entries stand in it"
+    return f"{difference(made, wish)} is not as it was written: {why}"

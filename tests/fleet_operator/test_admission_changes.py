@@ -1,0 +1,162 @@
+"""An admission webhook or a policy of the cluster changes, or refuses, what the operator writes: what is there stays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from fleet_operator.cluster.interface import SERVICE, ClusterError, InvalidError, Kind
+from fleet_operator.cluster.kinds import kind_of
+from tests.fleet_operator.world import NAMESPACE, Api, World, manifest
+
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Changing(Api):
+    """What is written to objects of one kind is changed on its way into the store."""
+
+    kind = ""
+    change: Change = staticmethod(lambda obj: obj)
+
+    async def apply(self, obj: dict[str, Any], *, created: bool = False) -> dict[str, Any]:
+        return await super().apply(self._changed(obj), created=created)
+
+    async def create(self, obj: dict[str, Any]) -> dict[str, Any]:
+        return await super().create(self._changed(obj))
+
+    def _changed(self, obj: dict[str, Any]) -> dict[str, Any]:
+        return self.change(obj) if obj["kind"] == self.kind else obj
+
+
+def with_port(obj: dict[str, Any]) -> dict[str, Any]:
+    ports = obj["spec"]["ports"]
+    more = [] if any(port["name"] == "extra" for port in ports) else [{"name": "extra", "port": 99}]
+    return {**obj, "spec": {**obj["spec"], "ports": [*ports, *more]}}
+
+
+def from_mirror(obj: dict[str, Any]) -> dict[str, Any]:
+    template = obj["spec"]["template"]
+    containers = [{**one, "image": f"mirror.local/{one['image']}"} for one in template["spec"]["containers"]]
+    return {**obj, "spec": {**obj["spec"], "template": {**template, "spec": {**template["spec"], "containers": containers}}}}
+
+
+async def changed(kind: str, change: Change) -> World:
+    world = World()
+    world.api = api = Changing(world.store)
+    api.kind, api.change = kind, change  # type: ignore[method-assign]
+    world.operator = world.new_operator()
+    await world.user.apply(manifest())
+    return world
+
+
+def play(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(scenario())
+
+
+async def uid(world: World) -> str:
+    found = await world.store.find(SERVICE, NAMESPACE, "f-router")
+    return found["metadata"]["uid"] if found is not None else ""
+
+
+def test_a_service_that_a_webhook_changes_is_not_made_anew_for_ever():
+    """Incident: a policy added a port to Services. The router's was deleted and made again about twice a second, with another
+    address each time, and the fleet said that it serves."""
+
+    async def go() -> None:
+        world = await changed("Service", with_port)
+        await world.step()
+        first = await uid(world)
+        for _ in range(40):
+            await world.step()
+        assert await uid(world) == first
+        found = await world.condition("Provisioned")
+        assert (found["status"], found["reason"]) == ("False", "ApplyFailed")
+        assert "Service f-router: spec.ports is not as it was written" in found["message"]
+        assert "admission webhook" in found["message"]
+
+    play(go)
+
+
+def test_it_says_what_to_do_when_the_webhook_is_gone():
+    """What the webhook added belongs to nobody, and stays."""
+
+    async def go() -> None:
+        world = await changed("Service", with_port)
+        for _ in range(5):
+            await world.step()
+        world.api.kind = ""  # type: ignore[attr-defined]
+        assert "when that is mended, delete it: it is made anew" in (await world.condition("Provisioned"))["message"]
+        await world.look()
+        await world.user.delete(SERVICE, NAMESPACE, "f-router")
+        for _ in range(20):
+            await world.step()
+        assert (await world.condition("Ready"))["status"] == "True"
+        before = await uid(world)
+        extra = {"spec": {"ports": [{"name": "http", "port": 8080}, {"name": "extra", "port": 99}]}}
+        await world.user.patch(SERVICE, NAMESPACE, "f-router", extra)
+        for _ in range(20):
+            await world.step()
+        assert (await uid(world) != before, (await world.condition("Ready"))["status"]) == (True, "True")
+
+    play(go)
+
+
+def test_an_operator_that_starts_tries_it_once():
+    async def go() -> None:
+        world = await changed("Service", with_port)
+        for _ in range(5):
+            await world.step()
+        world.operator = world.new_operator()
+        found = {await uid(world)}
+        for _ in range(40):
+            await world.step()
+            found.add(await uid(world))
+        assert len(found - {""}) == 2
+
+    play(go)
+
+
+def test_the_field_that_a_webhook_changes_is_named():
+    """It said that somebody else's entries stand in the lists of the Deployment."""
+
+    async def go() -> None:
+        world = await changed("Deployment", from_mirror)
+        for _ in range(20):
+            await world.step()
+        assert "spec.template.spec.containers[0].image is not as it was written" in (await world.condition("Ready"))["message"]
+
+    play(go)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "services \"f-router\" is forbidden: ValidatingAdmissionPolicy 'p' with binding 'b' denied request: no team",
+        'admission webhook "policy.example.com" denied the request: no team',
+    ],
+)
+def test_a_service_of_which_a_policy_refuses_the_change_stays(words: str):
+    """Incident: it was deleted to be made anew, and that was refused just so: the fleet had no address until somebody had
+    mended the policy."""
+
+    async def go() -> None:
+        world = World()
+        await world.user.apply(manifest())
+        await world.settle()
+        before = await uid(world)
+
+        def refuse(verb: str, kind: Kind, name: str) -> ClusterError | None:
+            return InvalidError(words) if kind == kind_of({"apiVersion": "v1", "kind": "Service"}) and verb != "delete" else None
+
+        world.api.refuse = refuse
+        patch = {"spec": {"ports": [{"name": "http", "port": 9999}]}}
+        await world.user.patch(SERVICE, NAMESPACE, "f-router", patch)
+        for _ in range(10):
+            await world.step()
+        assert await uid(world) == before
+        assert words in (await world.condition("Provisioned"))["message"]
+
+    play(go)
