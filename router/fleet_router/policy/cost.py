@@ -15,6 +15,9 @@ part of D has its minimum at the best P and the best D, found apart: O(P + D). O
 less than `Pairs.least_s`, which is added to D's part; what the best two pay above that is compared with what it could save:
 when it is within epsilon nothing can be better by more, else the three best of each are tried with each other.
 
+A worker in its slow start counts as if it held what most others hold (`Side.with_common`): by the least cost of each prompt
+alone it would never have that. What is expected of its answer, and learnt from it, goes by what it lacks.
+
 Near-equal costs count as equal: there the ring decides, so that routers agree without talking. Near means within EPSILON_S of the
 least. Of a prompt that nobody knows it means within EPSILON_SHARE as well, and heat up to the mean adds nothing to its costs:
 prompts with the same beginning find each other.
@@ -62,21 +65,25 @@ def cheapest(ask: CostAsk, group: Group, steps: Steps, usable: Usable | None) ->
     if ask.session:
         decodes, prefills = _own(decodes, side, ask), _own(prefills, sources, ask)
     looked, share, depths = len(decodes) + len(prefills), 0.0 if steps else EPSILON_SHARE, _two_of(steps)
-    missing = _missing(ask.tokens, decodes, depths)
+    missing = lacking = _missing(ask.tokens, decodes, depths)
+    if side.ramping and steps:
+        lacking = _missing(ask.tokens, decodes, _two_of(side.with_common(steps)))
     waits = _waits(ask, group, decodes)
-    remote = _remote_costs(ask, group, decodes, missing, waits) if prefills else []
-    local = _local_costs(ask, group, decodes, missing, waits, depths[0]) if ask.by_cost or not prefills else remote
+    remote = _remote_costs(ask, group, decodes, lacking, waits) if prefills else []
+    here = missing if prefills else lacking
+    local = _local_costs(ask, group, decodes, here, waits, depths[0]) if ask.by_cost or not prefills else remote
     ask.seen.append(Weighed(group.key, decodes, ask.tokens, depths, remote or local, local))
     if not prefills or min(missing) < ask.min_uncached:
         at = _settle(local, decodes, side, ask, share)
         if not prefills or missing[at] < ask.min_uncached:
             why = "few uncached tokens" if prefills else _WHY_ALONE[ask.local]
             return Offer(local[at], None, decodes[at], missing[at], 0.0, why, looked)
-    costs = _prefill_costs(ask, group.prefill, prefills, depths)
+    counted = _two_of(sources.with_common(steps)) if sources.ramping and steps else depths
+    costs = _prefill_costs(ask, group.prefill, prefills, counted)
     ask.seen.append(Weighed(group.key, prefills, ask.tokens, depths, costs))
     best = None
     if not ask.by_cost or min(local) > min(costs) + min(remote):
-        best = _remote(ask, group, prefills, decodes, costs, remote, missing, depths)
+        best = _remote(ask, group, prefills, decodes, costs, remote, missing, depths, counted)
         best.looked += looked
     if best is None or (ask.by_cost and min(local) <= best.cost_s):
         at = _settle(local, decodes, side, ask, share)
@@ -102,16 +109,16 @@ _WHY_ALONE: Final = {True: "local: nothing to hand over, or after a failure", Fa
 
 def _remote(
     ask: CostAsk, group: Group, prefills: Sequence[Candidate], decodes: Sequence[Candidate], costs: list[float],
-    remote: list[float], missing: list[float], depths: Depths,
+    remote: list[float], missing: list[float], depths: Depths, counted: Depths,
 ) -> Offer:  # fmt: skip
-    """The best pair; `looked`: those pairs that were compared."""
+    """The best pair; `looked`: those pairs that were compared. `counted`: the depths that costs go by."""
     share = 0.0 if depths[0] else EPSILON_SHARE
     i = _settle(costs, prefills, group.prefill, ask, share)
     j = _settle(remote, decodes, group.decode, ask, share)
     above, tried = _above(group, prefills[i], decodes[j], missing[j]), 0
     if above > EPSILON_S + share * (costs[i] + remote[j]):
         if inf in costs:
-            costs = _prefill_costs(ask, group.prefill, prefills, depths, all_of_them=True)
+            costs = _prefill_costs(ask, group.prefill, prefills, counted, all_of_them=True)
             ask.seen[-1] = Weighed(group.key, prefills, ask.tokens, depths, costs)
         i, j, above, tried = _try_pairs(group, prefills, decodes, costs, remote, missing)
     lacks = _lacks(ask.tokens, prefills[i], depths)

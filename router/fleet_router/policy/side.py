@@ -20,6 +20,8 @@ WHOLE: Final = 16
 HOLDERS: Final = 4
 IDLE: Final = 4
 IDLE_LOOKED: Final = 24
+COMMON_LEAST: Final = 3
+"""What fewer workers hold may be one conversation's: with two of them the bound of requests brings new ones their first."""
 NO_BOUND: Final = 1_000_000_000
 """Of requests: a share of it is none, too."""
 RING_POINTS: Final = 256
@@ -43,7 +45,9 @@ Depths = tuple[float, int, float, int, Steps]
 class Side:
     """Workers of one role in one group. `inflight` is the sum of theirs."""
 
-    __slots__ = ("_by_index", "_by_name", "bits", "heat", "inflight", "large", "levels", "members", "ramping", "ring", "squares")
+    __slots__ = (
+        "_by_index", "_by_name", "bits", "fresh", "heat", "inflight", "large", "levels", "members", "ramping", "ring", "squares",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.members: list[Candidate] = []
@@ -58,6 +62,8 @@ class Side:
         """The same of their squares, prompt by prompt."""
         self.ramping = False
         """Some worker is in its slow start."""
+        self.fresh = 0
+        """These workers as bits."""
         self.bits = 0
         self.ring = Ring(())
         self._by_index: dict[int, Candidate] = {}
@@ -84,7 +90,23 @@ class Side:
 
     def mark_ramping(self) -> None:
         """After shares have changed."""
-        self.ramping = any(worker.share < 1.0 for worker in self.members)
+        self.fresh = 0
+        for worker in self.members:
+            if worker.share < 1.0:
+                self.fresh |= worker.bit
+        self.ramping = self.fresh != 0
+
+    def with_common(self, steps: Steps) -> Steps:
+        """The same as if workers in their slow start held what most of the others hold. They will need it, and it is computed
+        there once; whoever is the first finds them dearer by it, so that where all prompts begin alike nobody would be."""
+        fresh, found, holders = self.fresh, 0, 0
+        for at, (tokens, mask) in enumerate(steps):
+            found |= mask & self.bits
+            holders = (found & ~fresh).bit_count()
+            if holders >= COMMON_LEAST and 2 * holders > (self.bits & ~fresh).bit_count():
+                fresh &= ~found
+                return [*steps[:at], (tokens, mask | fresh), *[(fewer, others & ~fresh) for fewer, others in steps[at + 1 :]]]
+        return steps
 
     def moved(self, worker: Candidate, by: int) -> None:
         """On a large side: the worker is about to have `by` (1 or -1) more requests."""

@@ -28,7 +28,7 @@ class Weighed:
         self.group, self.workers, self.tokens, self.depths = group, workers, tokens, depths
         self.costs: Costs = costs
         """Prefill: queue and prefill, `inf` where they alone are more than the least, or at the bound. Decode: lateness and the
-        least transfer, for a prefill elsewhere."""
+        least transfer, for a prefill elsewhere. In a slow start without what most others hold."""
         self.local: Costs | None = local
         """Decode: when it prefills itself, `inf` as above; of prefill workers None."""
 

@@ -177,3 +177,70 @@ def test_where_others_prefill_a_decode_worker_in_its_slow_start_takes_prompts_of
     assert offer is not None
     assert offer.prefill is not None
     assert (offer.decode.uid, offer.prefill.uid == "p0") == ("d0", False)
+
+
+def _alike(prefill: int, decode: int, fresh: str, others: int) -> tuple[Group, dict[str, Candidate], list[tuple[float, int]]]:
+    """One has just joined; of the others of its role so many hold 8,000 tokens, and have a wait of a fifth of what those take."""
+    group, workers = fleet(prefill, decode)
+    mine = [worker for worker in workers.values() if worker.role == workers[fresh].role]
+    for worker in mine:
+        worker.share = 0.05 if worker.uid == fresh else 1.0
+        worker.free_at = 0.0 if worker.uid == fresh else 8_000.0 * worker.token_s / 5
+        worker.heat = 4_000.0
+    side = group.decode if workers[fresh] in group.decode.members else group.prefill
+    side.heat, side.squares = 4_000.0 * len(mine), 4_000.0 * len(mine) * 500
+    side.mark_ramping()
+    mask = sum(worker.bit for worker in [worker for worker in mine if worker.uid != fresh][:others])
+    return group, workers, [(8_000.0, mask)]
+
+
+@pytest.mark.parametrize(("prefill", "decode", "fresh"), [(0, 5, "d0"), (5, 2, "p0"), (0, 20, "d0"), (20, 2, "p0")])
+def test_where_all_prompts_begin_alike_one_of_them_is_the_first_on_a_new_worker(prefill: int, decode: int, fresh: str):
+    """It finds it dearer by the beginning, as every other one would: the new worker had nothing for as long as nobody waited
+    elsewhere for longer than that takes."""
+    group, _, held = _alike(prefill, decode, fresh, (prefill or decode) - 1)
+    offer = cheapest(ask(8_500.0, now=0.0, by_cost=False), group, held, None)
+    assert offer is not None
+    assert (offer.prefill or offer.decode).uid == fresh
+    assert offer.missing == 8_500.0  # what is expected of it, and learnt from it, is all of it
+
+
+@pytest.mark.parametrize("others", [1, 2, 3])
+def test_what_only_some_hold_is_computed_by_these_and_not_by_a_new_worker(others: int):
+    group, _, held = _alike(0, 7, "d0", others)
+    offer = cheapest(ask(8_500.0, now=0.0), group, held, None)
+    assert offer is not None
+    assert offer.decode.bit & held[0][1]
+
+
+def test_what_the_only_other_two_hold_may_be_one_conversation_and_stays_there():
+    group, _, held = _alike(0, 3, "d0", 2)
+    offer = cheapest(ask(8_500.0, now=0.0), group, held, None)
+    assert offer is not None
+    assert offer.decode.uid != "d0"
+
+
+def test_a_worker_that_holds_more_or_less_than_most_is_in_one_step_still():
+    group, workers, _ = _alike(0, 8, "d0", 7)
+    bits = {uid: worker.bit for uid, worker in workers.items()}
+    workers["d1"].share = 0.5
+    group.decode.mark_ramping()
+    most = bits["d3"] | bits["d4"] | bits["d5"] | bits["d6"]
+    steps = [(9_000.0, bits["d2"]), (8_000.0, most), (500.0, bits["d0"] | bits["d7"])]
+    assert group.decode.with_common(steps) == [
+        (9_000.0, bits["d2"]), (8_000.0, most | bits["d0"] | bits["d1"]), (500.0, bits["d7"]),
+    ]  # fmt: skip
+    deeper = [(9_000.0, bits["d1"]), *steps[1:]]
+    assert group.decode.with_common(deeper)[0] == deeper[0]
+    assert group.decode.with_common(steps[:1]) == steps[:1]
+
+
+def test_nor_is_a_new_decode_worker_dearer_by_a_beginning_that_all_others_have_got():
+    group, _, held = _alike(2, 5, "d0", 4)
+    for worker in group.decode.members:
+        load(worker, 0 if worker.uid == "d0" else 4)
+        worker.drag_s = 0.001  # what four streams lose is a twentieth of what the beginning's way takes
+    offer = cheapest(ask(8_500.0, now=0.0, by_cost=False), group, held, None)
+    assert offer is not None
+    assert offer.prefill is not None
+    assert (offer.decode.uid, offer.moved) == ("d0", 8_500.0)
