@@ -212,7 +212,7 @@ bench-router: $(UV) ## router CPU per request and chunk against sglang-router an
 	@$(UV) sync --frozen --quiet --inexact --group bench
 	@$(COMPILED_ROUTER); $(UV) run --frozen --quiet --group bench python -m e2e.bench.router
 
-bench-routing: $(UV) ## TTFT and load on two traces against sglang-router, smg and vllm-router (ARGS="--workers 8 --routers ours smg", or "--scale-out": workers that join)
+bench-routing: $(UV) ## TTFT and load on two traces against sglang-router, smg and vllm-router (ARGS="--workers 8 --routers ours smg", or "--scale-out": workers that join, all fleets or "--scale-out 8+2 pd-32+4")
 	@$(UV) sync --frozen --quiet --inexact --group bench
 	@$(COMPILED_ROUTER); $(UV) run --frozen --quiet --group bench python -m e2e.bench.routing $(ARGS)
 

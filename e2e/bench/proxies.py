@@ -76,13 +76,14 @@ def workers(addresses: Sequence[str], folder: Path, name: str = "workers") -> It
 
 def serve_from(documents: Path, prefill: Sequence[str], decode: Sequence[str]) -> None:
     """Tell the router that follows this folder who its workers are, from now on."""
-    rows = [*(("prefill", worker) for worker in prefill), *(("decode", worker) for worker in decode)]
+    rows = [(role, *one) for role, those in (("prefill", prefill), ("decode", decode)) for one in enumerate(those)]
     found = tuple(
         Endpoint(
-            name=f"{role}-{i}", uid=str(i), address=worker.split(":")[0], http_port=int(worker.split(":")[1]), agent_port=9000,
-            role="prefill" if role == "prefill" else "decode", tier="t", revision="r", compat="c",
+            name=f"{role}-{i}", uid=f"p{i}" if role == "prefill" else str(i), address=worker.split(":")[0],
+            http_port=int(worker.split(":")[1]), agent_port=9000, role="prefill" if role == "prefill" else "decode",
+            tier="t", revision="r", compat="c",
         )
-        for i, (role, worker) in enumerate(rows)
+        for role, i, worker in rows  # a worker keeps its uid when others of either role join
     )  # fmt: skip
     fresh = documents / ".fresh"
     fresh.write_bytes(encode_endpoints(Endpoints(fleet="bench", namespace="default", workers=found)))

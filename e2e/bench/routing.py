@@ -161,12 +161,15 @@ def main() -> int:
     parser.add_argument("--workers", type=int, nargs="*", default=list(SPEEDS), choices=SPEEDS)
     parser.add_argument("--traces", nargs="*", default=list(TRACES), choices=TRACES)
     parser.add_argument("--routers", nargs="*", default=list(ROUTERS), choices=ROUTERS)
-    parser.add_argument("--rounds", type=int, help="of each trace; default: 1, with --scale-out 6")
-    parser.add_argument("--scale-out", action="store_true", help="TTFT on workers that join in the middle of a trace, ours alone")
+    parser.add_argument("--rounds", type=int, help="of each trace; default: 1, with --scale-out each fleet's own")
+    parser.add_argument(
+        "--scale-out", nargs="*", metavar="CASE", choices=scale_out.CASES,
+        help="TTFT on workers that join in the middle of a trace, ours alone; of these fleets, by default of all: %(choices)s",
+    )  # fmt: skip
     given = parser.parse_args()
     uvloop.install()
-    if given.scale_out:
-        return scale_out.main(given.rounds or scale_out.ROUNDS)
+    if given.scale_out is not None:
+        return scale_out.main(given.rounds, given.scale_out or list(scale_out.CASES))
     rounds = given.rounds or 1
     rows, result, net = [], dict[str, object](), 90
     for workers in given.workers:

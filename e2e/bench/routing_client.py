@@ -11,10 +11,25 @@ from typing import cast
 
 from e2e.bench.routing_trace import Arrival
 
-LATE = re.compile(rb'"late_us":(\d+),"worker":(\d+)')
+TOLD = re.compile(rb'"late_us":(\d+),"prefilled_by":(\d+),"worker":(\d+),"computed":(\d+),"waited_us":(\d+)')
 STREAM_END = b"0\r\n\r\n"
 HEAD_END = b"\r\n\r\n"
 LONGEST_S = 120.0
+
+
+@dataclass(frozen=True)
+class Landed:
+    """Where an answered request went; times are virtual."""
+
+    due_s: float
+    prefill: int
+    """Who prefilled it: where nothing is handed over, who answered it."""
+    worker: int
+    tokens: int = 0
+    computed: int = 0
+    """Tokens of the prompt that had to be computed there."""
+    waited_s: float = 0.0
+    """For its turn there."""
 
 
 @dataclass
@@ -24,8 +39,8 @@ class Seen:
     ttft_s: list[float] = field(default_factory=list)
     lag_s: list[float] = field(default_factory=list)
     """How late requests left."""
-    landed: list[tuple[float, int]] = field(default_factory=list)
-    """When each answered request was due, and its worker, in the order of `ttft_s`."""
+    landed: list[Landed] = field(default_factory=list)
+    """In the order of `ttft_s`."""
     errors: list[str] = field(default_factory=list)
 
 
@@ -36,6 +51,7 @@ class Connection(asyncio.Protocol):
         self.load = load
         self.got = bytearray()
         self.sent_at = self.due_s = 0.0
+        self.tokens = 0
         self.first_at = 0.0
         self.running = False
 
@@ -48,7 +64,7 @@ class Connection(asyncio.Protocol):
         head = b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
         self.got.clear()
         self.first_at, self.running = 0.0, True
-        self.sent_at, self.due_s = time.perf_counter(), one.at_s
+        self.sent_at, self.due_s, self.tokens = time.perf_counter(), one.at_s, one.tokens
         self.transport.write(head % len(body) + body)
 
     def data_received(self, data: bytes) -> None:
@@ -60,14 +76,15 @@ class Connection(asyncio.Protocol):
 
     def _ended(self) -> None:
         self.running = False
-        late = LATE.search(self.got)
-        if b" 200 " not in self.got[:16] or late is None or b"[DONE]" not in self.got:
+        told = TOLD.search(self.got)
+        if b" 200 " not in self.got[:16] or told is None or b"[DONE]" not in self.got:
             self.load.ended(None, bytes(self.got[:300]).decode(errors="replace"))
             self.transport.close()
             return
         self.load.idle.append(self)
-        self.load.seen.landed.append((self.due_s, int(late[2])))
-        self.load.ended(self.first_at - self.sent_at - int(late[1]) / 1e6)
+        late_us, prefill, worker, computed, waited_us = map(int, told.groups())
+        self.load.seen.landed.append(Landed(self.due_s, prefill, worker, self.tokens, computed, waited_us / 1e6))
+        self.load.ended(self.first_at - self.sent_at - late_us / 1e6)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self in self.load.idle:

@@ -34,6 +34,7 @@ CHATS = 24
 CHAT_TURN_TOKENS = 900
 CHAT_MOST_TOKENS = 16_000
 QUESTION_TOKENS = 7_000
+CHATS_S, CHATS_PER_S, CHATS_TOKENS = 100.0, 36.0, 500
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,36 @@ def synthetic(seed: int) -> list[Arrival]:
             blocks, last = [*chat, next(fresh)], rng.randrange(20, 400)
         else:
             blocks, last = _blocks(fresh, _length(rng, QUESTION_TOKENS, 1.2)), rng.randrange(20, BLOCK_TOKENS)
-        output = max(1, min(2_000, int(rng.lognormvariate(math.log(69), 1.25))))
-        found.append(Arrival(at_s, (len(blocks) - 1) * BLOCK_TOKENS + last, output, tuple(blocks)))
+        found.append(Arrival(at_s, (len(blocks) - 1) * BLOCK_TOKENS + last, _output(rng), tuple(blocks)))
         at_s += rng.expovariate(SYNTHETIC_PER_S)
     return found
+
+
+def chats(seed: int) -> list[Arrival]:
+    """Short prompts that have nothing in common, as many as keep workers as busy as the other traces do. For `begun_alike`."""
+    rng, fresh, at_s = random.Random(seed), count(), 0.0
+    found: list[Arrival] = []
+    while at_s < CHATS_S:
+        tokens = max(20, min(4_000, int(rng.lognormvariate(math.log(CHATS_TOKENS), 0.8))))
+        found.append(Arrival(at_s, tokens, _output(rng), tuple(_blocks(fresh, tokens))))
+        at_s += rng.expovariate(CHATS_PER_S)
+    return found
+
+
+def begun_alike(trace: Sequence[Arrival], tokens: int) -> list[Arrival]:
+    """The same prompts behind so many tokens, whole blocks, that are in all of them."""
+    beginning = tuple(range(-(tokens // BLOCK_TOKENS), 0))
+    return [replace(one, tokens=one.tokens + len(beginning) * BLOCK_TOKENS, blocks=beginning + one.blocks) for one in trace]
+
+
+def window(trace: Sequence[Arrival], seconds: float, number: int) -> list[Arrival]:
+    """So much of it; by its number another part, as long as there is another whole one."""
+    begin_s = seconds * (number % max(1, int(trace[-1].at_s / seconds)))
+    return [replace(one, at_s=one.at_s - begin_s) for one in trace if begin_s <= one.at_s < begin_s + seconds]
+
+
+def _output(rng: random.Random) -> int:
+    return max(1, min(2_000, int(rng.lognormvariate(math.log(69), 1.25))))
 
 
 def _length(rng: random.Random, median: float, sigma: float) -> int:

@@ -3,6 +3,8 @@
 What they do is what a routing decision changes. Prefill: first come first served, a fixed rate, of what the cache does not hold
 when its turn comes. Cache: blocks of BLOCK_TOKENS by the hash of everything before them, least recently used out first, the end
 of a prompt before its beginning. Decode: a step for all streams together, longer the more there are; a few writes.
+A request that was prefilled elsewhere (`do_remote_prefill`) pulls what the cache does not hold, beside whatever else runs; a
+handshake costs nothing.
 Time runs `speed` times faster than the clock. Timers are up to a millisecond late: what follows is computed from the exact
 times, and the first event says how late it left (`late_us`), so that clients can take that off.
 
@@ -32,12 +34,32 @@ STEP_PER_STREAM_S = 0.0001
 WRITES = 4
 """Of one answer's tokens."""
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+PULL_BASE_S = 0.005
+PULL_S_PER_TOKEN = 128 * 1024 / 12.5e9
 EVENT = (
-    b'data: {"id":"c","object":"text_completion","created":1,"model":"tiny","late_us":%d,"worker":%d,'
-    b'"choices":[{"index":0,"text":" words","finish_reason":%b}]}\n\n'
+    b'data: {"id":"c","object":"text_completion","created":1,"model":"tiny","late_us":%d,"prefilled_by":%d,"worker":%d,'
+    b'"computed":%d,"waited_us":%d,"choices":[{"index":0,"text":" words","finish_reason":%b}]}\n\n'
 )
 END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+REFERENCE = (
+    b'{"id":"c","object":"text_completion","created":1,"model":"tiny","choices":[{"index":0,"text":" words","logprobs":null,'
+    b'"finish_reason":"length"}],"usage":{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":1},"kv_transfer_params":'
+    b'{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[1],"remote_engine_id":"e","remote_host":"127.0.0.1",'
+    b'"remote_port":5600,"late_us":%d,"prefilled_by":%d,"computed":%d,"waited_us":%d}}'
+)
+"""To a prefill leg; what follows the port is for the client, by way of the decode leg."""
 CAPACITY = f'vllm:cache_config_info{{block_size="{BLOCK_TOKENS}",num_gpu_blocks="{CACHE_BLOCKS}"}} 1\n'
+
+
+class Transfer(msgspec.Struct):
+    """Of KV: what the decode leg is told of the prefill leg, times virtual."""
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    late_us: int = 0
+    prefilled_by: int = 0
+    computed: int = 0
+    waited_us: int = 0
 
 
 class Body(msgspec.Struct):
@@ -45,6 +67,7 @@ class Body(msgspec.Struct):
 
     prompt: str
     max_tokens: int
+    kv_transfer_params: Transfer = msgspec.field(default_factory=Transfer)
 
 
 @dataclass(eq=False)
@@ -55,6 +78,11 @@ class Job:
     tokens: int
     output: int
     write: Callable[[int, bool], None]
+    hands_over: bool = False
+    """Another engine decodes."""
+    computed: int = 0
+    waited_s: float = 0.0
+    """For its turn."""
 
 
 def keys_of(prompt: str) -> list[int]:
@@ -123,25 +151,46 @@ class Engine:
         left = max(1, job.tokens - self.cache.hit(job.keys) * BLOCK_TOKENS)
         self.computed_tokens += left
         self.prompts.append(left)
-        self.free_at = due = max(came_at, self.free_at) + PREFILL_BASE_S + left / PREFILL_TOKENS_PER_S
+        begins = max(came_at, self.free_at)
+        job.computed, job.waited_s = left, begins - came_at
+        self.free_at = due = begins + PREFILL_BASE_S + left / PREFILL_TOKENS_PER_S
         self.at(due, lambda: self._prefilled(job, due))
 
     def _prefilled(self, job: Job, due: float) -> None:
         self.cache.store(job.keys)
         self._next()
+        if job.hands_over:
+            job.write(self._late_us(due), True)
+            return
+        self._first(job, due)
+
+    def pull(self, job: Job, late_us: int) -> None:
+        """It was prefilled elsewhere, which was told so late."""
+        self.requests += 1
+        missing = job.tokens - self.cache.hit(job.keys) * BLOCK_TOKENS
+        due = self.now() - late_us / 1e6 + PULL_BASE_S + missing * PULL_S_PER_TOKEN + STEP_S + STEP_PER_STREAM_S * self.streams
+        self.at(due, lambda: self._pulled(job, due))
+
+    def _pulled(self, job: Job, due: float) -> None:
+        self.cache.store(job.keys)
+        self._first(job, due)
+
+    def _first(self, job: Job, due: float) -> None:
         self.streams += 1
         self._decode(job, due, WRITES if job.output > WRITES else 1)
 
     def _decode(self, job: Job, due: float, writes_left: int) -> None:
         """A write that was due, and when the next one is."""
-        late_us = max(0, int((self.now() - due) * 1e6))
-        job.write(late_us, writes_left == 0)
+        job.write(self._late_us(due), writes_left == 0)
         if writes_left == 0:
             self.streams -= 1
             return
         step_s = STEP_S + STEP_PER_STREAM_S * self.streams
         then = due + step_s * job.output / WRITES
         self.at(then, lambda: self._decode(job, then, writes_left - 1))
+
+    def _late_us(self, due: float) -> int:
+        return max(0, int((self.now() - due) * 1e6))
 
 
 class Connection(asyncio.Protocol):
@@ -175,24 +224,38 @@ class Connection(asyncio.Protocol):
         answers = {b"/stats": self.told, b"/metrics": CAPACITY.encode}
         body = answers.get(self.url.split(b"?")[0], lambda: INFO)()
         close = b"" if self.parser.should_keep_alive() else b"connection: close\r\n"
-        self.transport.write(b"HTTP/1.1 200 OK\r\n%bcontent-length: %d\r\n\r\n%b" % (close, len(body), body))
+        self._whole(body, close)
         if close:
             self.transport.close()
 
     def _serve(self, asked: Body) -> None:
-        first = [True]
+        moved, number, first = asked.kv_transfer_params, self.engine.number, [True]
 
         def write(late_us: int, last: bool) -> None:
             if self.transport.is_closing():
                 return
-            event = EVENT % (int(late_us / self.speed), self.engine.number, b'"length"' if last else b"null")
+            if job.hands_over:
+                told = (job.tokens, job.tokens + 1, late_us, number, job.computed, int(job.waited_s * 1e6))
+                self._whole(REFERENCE % told)
+                return
+            by = (moved.prefilled_by, number, moved.computed, moved.waited_us)
+            if not moved.do_remote_prefill:
+                by = (number, number, job.computed, int(job.waited_s * 1e6))
+            event = EVENT % (int(late_us / self.speed), *by, b'"length"' if last else b"null")
             chunk = b"%x\r\n%b\r\n" % (len(event), event)
             head = HEAD if first[0] else b""
             first[0] = False
             self.transport.write(head + chunk + (END if last else b""))
 
         tokens = len(asked.prompt) // CHARS_PER_TOKEN
-        self.engine.submit(Job(keys_of(asked.prompt), tokens, asked.max_tokens, write))
+        job = Job(keys_of(asked.prompt), tokens, asked.max_tokens, write, moved.do_remote_decode)
+        if moved.do_remote_prefill:
+            self.engine.pull(job, moved.late_us)
+        else:
+            self.engine.submit(job)
+
+    def _whole(self, body: bytes, close: bytes = b"") -> None:
+        self.transport.write(b"HTTP/1.1 200 OK\r\n%bcontent-length: %d\r\n\r\n%b" % (close, len(body), body))
 
 
 INFO = b'{"model_path":"tiny","status":"ready","object":"list","data":[{"id":"tiny","object":"model"}]}'

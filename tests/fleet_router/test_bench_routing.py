@@ -10,13 +10,26 @@ from collections.abc import Callable
 import pytest
 
 from e2e.bench.routing import Run, figures, greedy
-from e2e.bench.routing_client import Seen
-from e2e.bench.routing_scale_out import split
-from e2e.bench.routing_trace import BLOCK_CHARS, Arrival, conversation, faster, repeated_share, synthetic, together
+from e2e.bench.routing_client import Landed, Seen
+from e2e.bench.routing_scale_out import Case, split
+from e2e.bench.routing_trace import (
+    BLOCK_CHARS,
+    Arrival,
+    begun_alike,
+    chats,
+    conversation,
+    faster,
+    repeated_share,
+    synthetic,
+    together,
+    window,
+)
 from e2e.bench.routing_worker import (
     CACHE_BLOCKS,
     PREFILL_BASE_S,
     PREFILL_TOKENS_PER_S,
+    PULL_BASE_S,
+    PULL_S_PER_TOKEN,
     STEP_PER_STREAM_S,
     STEP_S,
     Cache,
@@ -139,5 +152,50 @@ def test_least_work_first_is_the_yardstick_of_the_load():
 
 
 def test_requests_are_told_apart_by_where_and_when_they_landed():
-    landed = [(5.0, 0), (20.0, 1), (41.0, 2), (41.0, 64), (90.0, 71), (101.0, 64)]
-    assert split(Seen(ttft_s=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], landed=landed)) == ([4.0, 5.0], [2.0])
+    places = [(5.0, 0), (20.0, 1), (41.0, 2), (41.0, 64), (90.0, 71), (101.0, 64)]
+    landed = [Landed(due_s, 1, worker) for due_s, worker in places]
+    found = split([Seen(ttft_s=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], landed=landed)], range(64, 72), 64, "decode")
+    assert ([one for one, _ in found.joined], [one for one, _ in found.steady]) == ([4.0, 5.0], [2.0])
+    assert found.shares == [0.5 * 9, 0.0, 9.0]  # of two requests one, of none none, the only one
+    assert not split([Seen(ttft_s=[1.0] * 6, landed=landed)], range(64, 72), 64, "prefill").joined
+
+
+def test_a_fleet_with_prefill_workers_has_two_sides_that_join_and_as_much_for_each_who_prefills():
+    case = Case((16, 2), (8, 1), beginning=1024)
+    assert case.joining() == {"prefill": range(8, 9), "decode": range(25, 27)}
+    assert (case.serving("prefill"), case.serving("decode")) == (8, 16)
+    assert Case((16, 2)).joining() == {"decode": range(16, 18)}
+    one, other = case.requests("synthetic", 0), case.requests("synthetic", 1)
+    assert 3 < len(one) / 100 < 5
+    assert one[0].at_s < 2
+    assert 98 < one[-1].at_s < 100
+    assert {arrival.blocks[:2] for arrival in one} == {(-2, -1)} == {arrival.blocks[:2] for arrival in other}
+    assert [arrival.tokens for arrival in one] == [a.tokens + 1024 for a in window(synthetic(0), 100, 0)]
+    assert window(synthetic(0), 100, 1)[0].blocks != window(synthetic(0), 100, 0)[0].blocks
+
+
+def test_chats_are_short_and_share_nothing():
+    trace = chats(0)
+    assert statistics.mean(arrival.tokens for arrival in trace) == pytest.approx(680, rel=0.1)
+    assert len(trace) == pytest.approx(3_600, rel=0.1)
+    assert repeated_share(trace) == 0
+    assert repeated_share(begun_alike(trace, 8_192)) > 0.85
+
+
+def test_an_engine_hands_over_without_decoding_and_pulls_what_it_does_not_hold():
+    time, wrote = Time(), list[tuple[float, int, bool]]()
+    engine = Engine(time.at, lambda: time.now)
+    leg = Job([1, 2], 1024, 400, lambda late, last: wrote.append((time.now, late, last)), hands_over=True)
+    engine.submit(leg)
+    time.run()
+    assert wrote == [(pytest.approx(PREFILL_BASE_S + 1024 / PREFILL_TOKENS_PER_S), 0, True)]
+    assert (engine.streams, leg.computed, leg.waited_s) == (0, 1024, 0.0)
+    wrote.clear()
+    other, began = Engine(time.at, lambda: time.now), time.now
+    for _ in range(2):
+        other.pull(Job([1, 2], 1025, 1, lambda late, last: wrote.append((time.now, late, last))), 1_000)
+        time.run()
+    step_s = PULL_BASE_S + STEP_S - 0.001  # the prefill leg was told so late
+    assert wrote[0][0] - began == pytest.approx(step_s + 1025 * PULL_S_PER_TOKEN)
+    assert wrote[2][0] - wrote[1][0] == pytest.approx(step_s + PULL_S_PER_TOKEN)
+    assert (other.computed_tokens, other.requests, other.streams) == (0, 2, 0)
