@@ -79,7 +79,8 @@ class Flow(Hedging):
             self._trip = context.table.depart(found, now, ask, self.config.decide, keys, context.knowledge is not None)
         decode = context.table.workers[found.decode]
         prefill = context.table.workers[found.prefill] if found.prefill is not None else None
-        now = context.recorder.decided(self.record, now, found, prefill, decode)
+        begun, now = now, context.clock()
+        context.recorder.decided(self.record, begun, now, found, prefill, decode)
         self._keys = [] if self._ask.alone else keys
         self._handed_over, self._giver = "", None
         self._served = context.metrics.of(decode.endpoint.tier, decode.endpoint.revision)

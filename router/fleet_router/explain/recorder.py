@@ -99,9 +99,11 @@ class Recorder:
         trace_id, span = (found[0], found[1]) if found is not None else (f"{self._random.getrandbits(128) or 1:032x}", "")
         record.trace = Trace(trace_id, span, self._random.getrandbits(64), found[3] if found is not None else b"")
 
-    def decided(self, record: Record, at: float, found: Choice, prefill: Worker | None, decode: Worker) -> float:
-        """An attempt begins; the decision began `at`. What time it is."""
-        now, counts, ask = self._clock(), self.counts, found.ask
+    def decided(
+        self, record: Record, at: float, now: float, found: Choice, prefill: Worker | None, decode: Worker
+    ) -> None:  # fmt: skip
+        """An attempt begins; the decision began `at`."""
+        counts, ask = self.counts, found.ask
         one = record.tried(now, now - at, found.reason, prefill, decode)
         counts.decisions.observe(now - at)
         if found.offer is not None and ask is not None:
@@ -109,7 +111,6 @@ class Recorder:
             if ask.tokens > 0:
                 cached = 1.0 - found.offer.missing / ask.tokens
                 counts.hits.observe(cached if cached > 0.0 else 0.0)
-        return now
 
     def close(self, record: Record, outcome: str, last_at: float, writes: int, now: float) -> None:
         """It ended, however; once."""
