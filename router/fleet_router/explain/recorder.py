@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
 from typing import Final, NamedTuple
 
 from fleet_router.admission.bucket import Bucket
@@ -134,10 +135,9 @@ class Recorder:
 
     # -- what is known ----------------------------------------------------------------------------------------------
     def records(self) -> Iterator[Record]:
-        """Newest first within each kind; what runs comes first."""
-        yield from self.running
-        yield from reversed(self.troubled)
-        yield from reversed(self.smooth)
+        """Newest first of each kind, the kinds in turn: more run on a busy router than anybody asks for."""
+        for turn in zip_longest(reversed(self.troubled), self.running, reversed(self.smooth)):
+            yield from (record for record in turn if record is not None)
 
     def lines(self, config: RouterConfig, ready: int, index_keys: int, waiting: int) -> list[str]:
         """Prometheus text."""

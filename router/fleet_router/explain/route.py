@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import time
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Final
 from urllib.parse import parse_qs
 
@@ -65,12 +65,19 @@ def answer(recorder: Recorder, url: bytes, rights: Decisions, tenant: str, clock
 
 
 def _rows(recorder: Recorder, wanted: str, only: str | None, epoch_s: float) -> Iterator[Shown]:
-    for record in recorder.records():
-        if only in (None, record.lane.account.name) and wanted in ("", record.request_id, record.leg_id):
-            yield shown(record, epoch_s)
-    for one in reversed(recorder.refusals):
-        if only in (None, one.tenant) and wanted in ("", one.request_id):
-            yield refused(one, epoch_s)
+    """Those that were decided for and those that were refused in turn: who asks for the latest looks for what failed."""
+    decided = (
+        shown(record, epoch_s)
+        for record in recorder.records()
+        if only in (None, record.lane.account.name) and wanted in ("", record.request_id, record.leg_id)
+    )
+    turned_away = (
+        refused(one, epoch_s)
+        for one in reversed(recorder.refusals)
+        if only in (None, one.tenant) and wanted in ("", one.request_id)
+    )
+    for turn in zip_longest(decided, turned_away):
+        yield from (row for row in turn if row is not None)
 
 
 def limit_of(url: bytes) -> int:
