@@ -51,6 +51,15 @@ def test_an_example_is_a_valid_fleet_of_one_of_the_engines(example: dict[str, An
     assert [] in refused
 
 
+@pytest.mark.parametrize("example", [one for one in examples() if one.values[0].get("kind") == "InferenceFleet"])
+def test_a_whole_fleet_says_what_its_workers_need_beside_the_images_that_are_built(example: dict[str, Any]):
+    """README.md's first fleet asked for vLLM, which the worker's image has not, and for a model that is given to nobody unnamed:
+    who followed it to the end had workers that ended again and again."""
+    model, engine = example["spec"]["model"], example["spec"].get("engine", {})
+    assert engine.get("type", "torch") == "torch" or "image" in engine
+    assert not model["source"].startswith("hf://meta-llama/") or "tokenSecretRef" in model
+
+
 def slugs(text: str) -> set[str]:
     """Anchors that GitHub gives to headings."""
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in HEADING.findall(text)}

@@ -177,7 +177,8 @@ class EngineSpec(ApiModel):
         default="torch", description="torch: the built-in engine for Llama-family models. vllm: vLLM. Default: torch."
     )
     image: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
-        default=None, description="Container image of the workers. Default: the image of this release."
+        default=None,
+        description="Container image of the workers; for vllm one that has it. Default: the operator's, made for torch.",
     )
     args: Annotated[tuple[Annotated[str, Field(max_length=1024)], ...], Field(max_length=64)] = Field(
         default=(), description="More arguments for `vllm serve`; refused for the torch engine. Default: none."
