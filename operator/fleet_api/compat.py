@@ -93,7 +93,7 @@ def refusals_applied(manifest: Raw) -> list[str]:
 def risks(manifest: Raw) -> list[str]:
     """What is legal and often a mistake, each with the field; empty when nothing is."""
     spec = manifest["spec"]
-    found = [*_moving(spec), *_lengths(spec), *_long_rules(spec), *_switches(spec)]
+    found = [*_moving(spec), *_lengths(spec), *_long_rules(spec), *_switches(spec), *_unread(spec)]
     for index, tier in enumerate(spec["tiers"]):
         found += [*_transfer(spec, tier, index), *_asymmetric(tier, index), *_unreachable(tier, index), *unlimited(spec, index)]
     return list(dict.fromkeys(found))
@@ -288,6 +288,16 @@ def _switches(spec: Raw) -> Iterator[str]:
             yield f"{argument.field}: --trust-remote-code runs code from the model's repository in every worker"
         if argument.name == "no-enable-prefix-caching":
             yield f"{argument.field}: without prefix caching, routing by prefix finds nothing"
+
+
+def _unread(spec: Raw) -> Iterator[str]:
+    """A size that no worker of the fleet reads."""
+    devices = [(tier.get(role) or {}).get("accelerator") or tier["accelerator"] for tier in spec["tiers"] for role in ROLES]
+    if _vllm(spec) and "cacheSize" in spec["engine"] and all(device["type"] != CPU for device in devices):
+        yield (
+            "spec.engine.cacheSize: vllm does not read it on a GPU, of which it takes a share: --gpu-memory-utilization or "
+            "--kv-cache-memory-bytes among the args say how much"
+        )
 
 
 def _transfer(spec: Raw, tier: Raw, index: int) -> Iterator[str]:

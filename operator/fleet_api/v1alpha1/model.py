@@ -196,7 +196,9 @@ class EngineSpec(ApiModel):
         default=16, description="Tokens per KV block of the torch engine; refused for vllm. Default: 16."
     )
     cache_size: QuantityText = Field(
-        default="64Mi", description="KV cache of one worker, 1Mi to 16Ti, as a quantity such as 64Mi or 40Gi. Default: 64Mi."
+        default="64Mi",
+        description="KV cache of one worker, 1Mi to 16Ti, as a quantity such as 64Mi or 40Gi. Not of vllm on a GPU, which takes "
+        "a share of its memory: see --gpu-memory-utilization, for args. Default: 64Mi.",
     )
 
     @property
