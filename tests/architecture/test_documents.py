@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,29 @@ def test_links_between_documents_lead_to_a_heading(path: Path):
     links = [link.partition("#") for link in LINK.findall(path.read_text()) if not link.startswith("http")]
     ends = [(path.parent / name if name else path, anchor) for name, _, anchor in links]
     assert [str(end) for end, anchor in ends if not end.exists() or (anchor and anchor not in slugs(end.read_text()))] == []
+
+
+SECRETS = r"""#!/bin/sh
+case "$*" in
+  "get secret -n ml -o name") printf 'secret/%s\n' hf-token llama-peers-0a1b2c3d my-llama-peers-4e5f6071 ;;
+  "get secret/llama-peers-0a1b2c3d -n ml "*) printf first | base64 ;;
+  patch*) printf '%s\n' "$*" ;;
+esac
+"""
+"""A kubectl of a namespace with two fleets, of which one's name ends with the other's."""
+
+
+def test_a_key_is_rotated_by_what_stands_there_and_no_other_fleets_is(tmp_path: Path):
+    """Of `llama` and `my-llama` the keys of both were replaced in one step, the old ones forgotten, by the way to rotate one."""
+    text = (ROOT / "operator/README.md").read_text().split("#### How do I rotate it?")[1]
+    (tmp_path / "kubectl").write_text(SECRETS)
+    (tmp_path / "kubectl").chmod(0o755)
+    lines = text.split("```\n")[1].replace("FLEET", "llama").replace("-n NS", "-n ml")
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    said = subprocess.run(["bash", "-c", lines], env=path, capture_output=True, text=True, check=True).stdout
+    assert re.fullmatch(
+        r'patch secret/llama-peers-0a1b2c3d -n ml -p \{"stringData":\{"key":"first\\n[0-9a-f]{64}\\n"\}\}\n', said
+    )
 
 
 def test_what_tells_of_a_bad_node_is_listed():
