@@ -485,6 +485,7 @@ def test_an_overlay_adds_images_of_workers_and_routers_at_the_end():
         ({"scope": "cluster", "namespaceSelector": {"team": "a", "b": "c"}}, "runs fleets of namespaces with b=c,team=a.\n"),
         ({"scope": "cluster", "namespaceSelector": None}, "runs fleets of all namespaces.\n"),
         ({}, "leaves the CRDs, and with them every fleet"),
+        ({}, "their disruption budgets let no node with workers be drained"),
         ({"crds": {"keep": False}}, "deletes the CRDs and with them EVERY fleet"),
         ({"crds": {"install": False}}, "The CRDs are not part of this release"),
     ],
