@@ -161,7 +161,10 @@ CASES: dict[str, tuple[Series, Series]] = {
         [(f'fleet_router_queue_length{{{OF}, class="c"}}', f"{n}x60"), (f'fleet_router_queue_bound{{{OF}, class="c"}}', "10x60")]
         for n in (9, 2)
     ),  # type: ignore[dict-item]
-    "InferenceFleetRequestsHeld": above("fleet_router_held", 1, 0),
+    "InferenceFleetRequestsHeld": (
+        [(f"fleet_router_held{{{OF}}}", "1x60"), (condition("Ready", "False", "WorkersLate"), "1x60")],
+        [(f"fleet_router_held{{{OF}}}", "1x60"), (condition("Ready", "False", "Waking"), "1x60")],  # a large model loads
+    ),
     "InferenceFleetKeysRefused": (
         [(f"fleet_router_refused_keys_total{{{OF}}}", "0+600x60")], [(f"fleet_router_refused_keys_total{{{OF}}}", "0+6x60")],
     ),
