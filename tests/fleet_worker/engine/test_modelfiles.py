@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from fleet_worker.config import Ports
 from fleet_worker.engine.assemble import assemble, end_ids, load_llama
 from fleet_worker.engine.errors import ModelFilesError
+from fleet_worker.engine.llama import Chunk
 from fleet_worker.engine.modelconfig import read_config, read_defaults
 from fleet_worker.engine.sequence import Defaults
 from fleet_worker.engine.text import Text, text_digest
@@ -460,3 +461,18 @@ def test_weights_of_half_precision_have_a_digest(tiny: Path):
     assert weights_digest(config, weights) != weights_digest(
         config, {name: tensor.to(torch.float16) for name, tensor in weights.items()}
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_file_that_is_written_over_changes_no_engine_that_runs(tiny: Path, tmp_path: Path, dtype: str):
+    """Incident: safetensors maps files, so that a new version saved into the folder was half of the running model (the half that
+    is not copied into joined matrices), with the digest of before; where the file was cut first, the engine died."""
+    shutil.copy(tiny / "config.json", tmp_path)
+    weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(tiny / "model.safetensors").items()}
+    save_file(weights, file := tmp_path / "model.safetensors")
+    model = load_llama(tmp_path, replace(read_config(tmp_path), dtype=dtype), 16)
+    asked, pool = ([5, 6, 7], [Chunk(0, 3, (0,))]), model.new_pool(1)
+    before = model.forward(*asked, pool)
+    with file.open("r+b") as opened:  # as `cp` does it
+        opened.write(bytes(file.stat().st_size))
+    assert torch.equal(model.forward(*asked, pool), before)

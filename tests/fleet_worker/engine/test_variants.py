@@ -73,6 +73,7 @@ def test_a_head_beside_tied_embeddings_counts_if_it_differs_as_in_transformers(t
     loaded = load_weights(tmp_path, mine)
     with torch.inference_mode():
         want = theirs.eval()(torch.tensor([[5, 6, 7]])).logits[0, -1].float()
-        got = Llama(mine, loaded, 16).forward([5, 6, 7], [Chunk(0, 3, (0,))], Llama(mine, loaded, 16).new_pool(1))[0]
+        model = Llama(mine, loaded, 16)
+        got = model.forward([5, 6, 7], [Chunk(0, 3, (0,))], model.new_pool(1))[0]
     assert ("lm_head.weight" in loaded) is is_other
     assert (got - want).abs().max() <= 1e-4 * want.abs().max()

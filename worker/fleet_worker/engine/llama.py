@@ -67,7 +67,8 @@ class Llama:
     """Weights, rotary tables and the forward pass. Not thread safe; one engine thread owns it."""
 
     def __init__(self, config: ModelConfig, weights: dict[str, torch.Tensor], block_tokens: int, text: str = "") -> None:
-        """`text`: digest of what makes tokens of a request (weights.text_digest)."""
+        """`weights` is empty of layers afterwards: with theirs beside the joined matrices each would be there twice. `text`:
+        digest of what makes tokens of a request (weights.text_digest)."""
         self.config = config
         self.block_tokens = block_tokens
         self.weights_digest = weights_digest(config, weights, text)
@@ -183,11 +184,11 @@ class Llama:
 
 def _layer(weights: dict[str, torch.Tensor], at: str) -> Layer:
     def joined(*names: str) -> torch.Tensor | None:
-        parts = [weights.get(f"{at}.{name}") for name in names]
+        parts = [weights.pop(f"{at}.{name}", None) for name in names]
         return None if parts[0] is None else torch.cat([part for part in parts if part is not None])
 
     def one(name: str) -> torch.Tensor:
-        return weights[f"{at}.{name}"]
+        return weights.pop(f"{at}.{name}")
 
     qkv, gate_up = (
         joined(*(f"self_attn.{n}_proj.weight" for n in "qkv")),
@@ -198,12 +199,12 @@ def _layer(weights: dict[str, torch.Tensor], at: str) -> Layer:
         qkv=qkv if qkv is not None else one("self_attn.q_proj.weight"),
         qkv_bias=joined(*(f"self_attn.{n}_proj.bias" for n in "qkv")),
         out=one("self_attn.o_proj.weight"),
-        out_bias=weights.get(f"{at}.self_attn.o_proj.bias"),
+        out_bias=weights.pop(f"{at}.self_attn.o_proj.bias", None),
         norm_mlp=one("post_attention_layernorm.weight"),
         gate_up=gate_up if gate_up is not None else one("mlp.gate_proj.weight"),
         gate_up_bias=joined("mlp.gate_proj.bias", "mlp.up_proj.bias"),
         down=one("mlp.down_proj.weight"),
-        down_bias=weights.get(f"{at}.mlp.down_proj.bias"),
+        down_bias=weights.pop(f"{at}.mlp.down_proj.bias", None),
     )
 
 

@@ -139,7 +139,8 @@ def _load_file(path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtyp
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    made = tensor.to(dtype).contiguous()
+    """A copy: what safetensors gives is the file's own memory, which changes when somebody writes over the file."""
+    made = tensor.to(dtype, copy=True).contiguous()
     if tensor.dtype != dtype and not bool(torch.isfinite(made).all()):
         raise ModelFilesError(f"{name} holds numbers that are not finite as {dtype}, which config.json asks for")
     return made
