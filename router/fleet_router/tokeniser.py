@@ -14,6 +14,7 @@ import xxhash
 
 from fleet_router.kvindex.tokenised import cut
 from fleet_router.linear import is_linear
+from fleet_wire.addedtokens import add_named
 from fleet_wire.budget import Steps, TooMuchError
 from fleet_wire.template import ChatTemplate, NoTemplateError
 
@@ -71,6 +72,7 @@ class Tokeniser:
         self._tokenizer.no_padding()  # as engines call it: to its own length, and whole
         self._tokenizer.no_truncation()
         settings = _settings(files.get("tokenizer_config.json", "{}"))
+        add_named(self._tokenizer, settings)
         self._special = {name: _text(settings.get(name)) for name in SPECIAL}
         self._template = _template(files.get("chat_template.jinja") or settings.get("chat_template"))
         self._most_bytes = MOST_BYTES

@@ -12,6 +12,7 @@ import jinja2
 import xxhash
 from tokenizers import Tokenizer
 
+from fleet_wire.addedtokens import add_named
 from fleet_wire.template import MAX_TEMPLATE_BYTES, ChatTemplate, NoTemplateError
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.engine.developer import DEVELOPER, as_system, knows_developers
@@ -47,9 +48,13 @@ class Text:
             raise ModelFilesError(f"{path} cannot be read: {error}") from error
         self.tokenizer.no_padding()  # whatever it was trained with: transformers reads a prompt to its own length, and whole
         self.tokenizer.no_truncation()
+        settings = _optional_json(folder / "tokenizer_config.json")
+        try:
+            add_named(self.tokenizer, settings)
+        except ValueError as error:
+            raise ModelFilesError(f"{folder}/tokenizer_config.json: {error}") from error
         self.special = frozenset(number for number, added in self.tokenizer.get_added_tokens_decoder().items() if added.special)
         """Tokens that `decode` passes over."""
-        settings = _optional_json(folder / "tokenizer_config.json")
         self._special = {name: _special(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         self.eos_id: int | None = self.tokenizer.token_to_id(self._special["eos_token"]) if self._special["eos_token"] else None
         """What the tokenizer calls the end: a chat template closes answers with it."""
