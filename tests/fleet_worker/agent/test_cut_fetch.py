@@ -151,6 +151,23 @@ def test_on_a_full_disk_a_model_that_is_there_is_enough(tmp_path: Path):
     assert not list(tmp_path.glob("mark.[fc]*")), "it looks again at the next start"
 
 
+@pytest.mark.parametrize("before", ["compared", "by-an-older-worker"])
+def test_a_file_that_was_cut_after_it_was_compared_is_fetched_again(hub: Hub, tmp_path: Path, before: str):
+    """A node that lost its power before the file's end was on the disk, but after the mark: its engine refused the file at each
+    start, and nobody fetched it again until somebody removed it by hand."""
+    Slow.go_on.set()
+    assert fetch(hub, tmp_path).wait(60.0) == 0
+    for sizes in (tmp_path / ".inferencefleet").glob("*.sizes") if before != "compared" else ():
+        sizes.unlink()
+        assert fetch(hub, tmp_path).wait(60.0) == 0
+    (blob,) = (path.resolve() for path in tmp_path.glob("models--acme--tiny/snapshots/*/model.safetensors"))
+    os.truncate(blob, len(WEIGHTS) // 2)
+    assert fetch(hub, tmp_path).wait(60.0) == 2
+    assert not blob.exists()
+    assert fetch(hub, tmp_path).wait(60.0) == 0
+    assert blob.read_bytes() == WEIGHTS
+
+
 def kept_in_one_place(cache: Path) -> Path:
     """As huggingface_hub has it since 2.4 for whatever comes by Xet, which is all of huggingface.co: the file lies in a store of
     the whole cache, under Xet's hash, and the repository's blob, called by its sha256, is a link to it."""

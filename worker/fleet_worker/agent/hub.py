@@ -300,15 +300,22 @@ def _remembered(mark: Path) -> list[str] | None:
 
 
 def _compare(source: str, folder: Path, mark: Path) -> None:
-    """Every file has the content that its name in the cache says; a wrong one is removed, so that the next try fetches it."""
+    """Every file has the content that its name in the cache says; a wrong one is removed, so that the next try fetches it. Of one
+    that was compared its size still says whether it is whole: a disk may lose its end (a node without power) and keep the mark.
+    Older workers left no sizes."""
     blobs = {str(path.relative_to(folder)): _blob(path) for path in folder.rglob("*") if path.is_file()}
     listed = "\n".join(sorted(f"{name} {blob.name}" for name, blob in blobs.items()))
-    if mark.is_file() and mark.read_bytes() == listed.encode():
-        return
-    for name, blob in blobs.items():
+    sized = "\n".join(sorted(f"{blob.stat().st_size} {name}" for name, blob in blobs.items()))
+    sizes = mark.with_suffix(".sizes")
+    told = sizes.read_bytes() if sizes.is_file() else None
+    is_known = mark.is_file() and mark.read_bytes() == listed.encode() and told in (None, sized.encode())
+    for name, blob in () if is_known else blobs.items():
         if not _is_right(blob):
             raise ModelError(f"{source}: {name} has other bytes than the hub's hash {blob.name} says: it {_removed(blob)}")
-    _remember(mark, listed)
+    if told != sized.encode():
+        _remember(sizes, sized)
+    if not is_known:
+        _remember(mark, listed)
 
 
 def _blob(path: Path) -> Path:
