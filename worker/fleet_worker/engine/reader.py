@@ -54,6 +54,8 @@ class Reader:
         self._most_bytes, self._bytes = most_bytes, 0
         self._idle_s, self._most_s = idle_s, most_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_other = False
+        """The folder has another tokenizer than the engine."""
         self._one = asyncio.Semaphore(1)
         self._lock = threading.Lock()
         """Around the pipes: who waited for an answer may be gone, and its thread still reads."""
@@ -99,7 +101,7 @@ class Reader:
 
     def _exchange(self, ask: bytes, raw: bytes) -> Told | None:
         with self._lock:
-            process = self._process if self._process is not None else self._begun()
+            process = None if self._is_other else self._process or self._begun()
             if process is None or process.stdin is None or process.stdout is None:
                 return None
             send(process.stdin, ask)
@@ -121,6 +123,7 @@ class Reader:
         if theirs == self._digest:
             return process
         self.close()
+        self._is_other = bool(theirs)
         _without("it ended at its start" if not theirs else "the model's folder has another tokenizer by now")
         return None
 
