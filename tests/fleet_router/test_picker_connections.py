@@ -16,8 +16,11 @@ import msgspec
 import pytest
 
 from e2e.certs import Authority
+from fleet_router.config import HttpBounds
 from fleet_router.epp import server
 from fleet_router.epp.messages import (
+    BUFFERED,
+    FULL_DUPLEX,
     HEALTH,
     SERVICE,
     SERVING,
@@ -30,7 +33,7 @@ from fleet_router.epp.server import EndpointPicker, FailureMode
 from fleet_router.tls import Certificates, TlsFiles, context_of
 from tests.fleet_router.rig import CONFIG, Rig, ask, run, until
 from tests.fleet_router.test_handshakes import ended
-from tests.fleet_router.test_picker import body_of, head_of, known
+from tests.fleet_router.test_picker import answer_of, body_of, head_of, known
 
 BOUND = 8
 
@@ -127,6 +130,60 @@ def test_what_waits_when_the_picker_goes_is_told_why():
         rig.context.desk.gate.running = 0
 
     run(go, prefill=0, config=msgspec.structs.replace(CONFIG, worker_slots=1))
+
+
+@contextlib.asynccontextmanager
+async def calling(port: int, **options: int) -> AsyncIterator[Any]:
+    """A gateway's call for one request; `options`: of its channel."""
+    given = [(f"grpc.{name}", value) for name, value in options.items()]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=given) as channel:
+        yield channel.stream_stream(
+            f"/{SERVICE}/Process", request_serializer=ProcessingRequest.SerializeToString,
+            response_deserializer=ProcessingResponse.FromString,
+        )()  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [FULL_DUPLEX, BUFFERED])
+def test_behind_a_gateway_too_a_body_has_its_time(mode: int):
+    """It had none: whoever sent half of long ones and waited held what all bodies in part may have together, as long as it liked,
+    and everybody's longer requests were 503, also on the router's own port."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        head, piece = head_of(), body_of(b"x" * 19_000)
+        head.protocol_config.request_body_mode, piece.request_body.end_of_stream = mode, False
+        async with serving(rig, None) as port, calling(port) as call:
+            await call.write(head)
+            if mode == FULL_DUPLEX:
+                await call.write(piece)
+                await until(lambda: rig.context.receiving.bytes == 19_000)
+            else:
+                assert (await call.read()).WhichOneof("response") == "request_headers"
+            said = await asyncio.wait_for(call.read(), 5)
+            assert said.immediate_response.status.code == 408
+            assert b'"code":"timeout"' in said.immediate_response.body
+            assert rig.context.receiving.bytes == 0
+            assert await call.read() is grpc.aio.EOF
+            assert rig.context.recorder.refusals[-1].error.status == 408
+
+    run(go, prefill=0, config=msgspec.structs.replace(CONFIG, bounds=HttpBounds(body_bytes=20_000, body_deadline_s=0.3)))
+
+
+def test_a_body_that_came_in_time_leaves_its_answer_all_the_time_that_it_needs():
+    async def go(rig: Rig) -> None:
+        known(rig)
+        async with serving(rig, None) as port, calling(port) as call:
+            await call.write(head_of())
+            await call.write(body_of(ask(prompt="short")))
+            for kind in ("request_headers", "request_body"):
+                assert (await call.read()).WhichOneof("response") == kind
+            await asyncio.sleep(0.5)
+            for piece in answer_of(b"{}"):
+                await call.write(piece)
+            assert (await call.read()).WhichOneof("response") == "response_headers"
+            await call.done_writing()
+
+    run(go, prefill=0, config=msgspec.structs.replace(CONFIG, bounds=HttpBounds(body_bytes=20_000, body_deadline_s=0.3)))
 
 
 def test_the_picker_has_the_certificates_of_the_routers_own_port(tmp_path: Path):

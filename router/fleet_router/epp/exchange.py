@@ -50,6 +50,8 @@ class Exchange:
         self._body_bytes = 0
         self._comes = True
         """There is more of the request to come, for all that is known."""
+        self._body_until: float | None = None
+        """On the loop's clock, when its body is to be whole; None: no head came yet."""
         self._modes = (FULL_DUPLEX, FULL_DUPLEX)
         self._subset: frozenset[str] | None = None
         self._preflight = False
@@ -97,26 +99,45 @@ class Exchange:
     # -- ext_proc -------------------------------------------------------------------------------------------------------
     async def answers(self, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """What to say to each message."""
-        async for message in messages:
-            kind = message.WhichOneof("request")
-            match kind:
-                case "request_headers":
-                    async for said in self._headers(message):
-                        yield said
-                case "request_body":
-                    async for said in self._piece(message.request_body):
-                        yield said
+        while True:
+            try:
+                message = await self._next(messages)
+            except RequestError as error:
+                yield self._refused(error)
+                return
+            match None if message is None else message.WhichOneof("request"):
                 case "response_headers":
                     yield self._answer_head(message)
                 case "response_body":
                     yield self._answer_piece(message.response_body)
-                case "request_trailers" | "response_trailers":
-                    async for said in self._trailers(kind):
-                        yield said
-                case _:
+                case None:
                     return
+                case kind:
+                    async for said in self._said(kind, message):
+                        yield said
+
+    def _said(self, kind: str, message: Any) -> AsyncIterator[Any]:
+        """What to say to a part of the request, or to trailers."""
+        match kind:
+            case "request_headers":
+                return self._headers(message)
+            case "request_body":
+                return self._piece(message.request_body)
+        return self._trailers(kind)
+
+    async def _next(self, messages: AsyncIterator[Any]) -> Any:
+        """None: there are no more. RequestError where the rest of a body does not come, as gateways wait for it for ever."""
+        if not self._comes or self._body_until is None:
+            return await anext(messages, None)
+        try:
+            async with asyncio.timeout_at(self._body_until):
+                return await anext(messages, None)
+        except TimeoutError:
+            limit = self._context.config.bounds.body_deadline_s
+            raise RequestError(408, f"the request was not complete within {limit} s") from None
 
     async def _headers(self, message: Any) -> AsyncIterator[Any]:
+        self._body_until = asyncio.get_running_loop().time() + self._context.config.bounds.body_deadline_s
         try:
             self._read(message)
             if not message.request_headers.end_of_stream:
