@@ -186,6 +186,30 @@ def test_a_body_that_came_in_time_leaves_its_answer_all_the_time_that_it_needs()
     run(go, prefill=0, config=msgspec.structs.replace(CONFIG, bounds=HttpBounds(body_bytes=20_000, body_deadline_s=0.3)))
 
 
+def test_a_gateway_may_ask_each_second_whether_the_picker_is_there():
+    """gRPC takes who asks more than every five minutes (Envoy's `connection_keepalive`) for an attacker: the connection was
+    closed after the third time, and all requests on it that waited, or whose answers were running, ended with it."""
+
+    async def go(rig: Rig) -> None:
+        picker = EndpointPicker(rig.context, lambda: "", "FailClose")
+        port = await picker.start("127.0.0.1", 0)
+        rig.context.desk.gate.running = 1  # the one slot is taken
+        asking = {"keepalive_time_ms": 1_000, "http2.max_pings_without_data": 0, "keepalive_permit_without_calls": 1}
+        async with calling(port, **asking) as call:
+            await call.write(head_of())
+            await call.write(body_of(ask(prompt="short")))
+            await until(lambda: rig.context.desk.gate.waiting == 1)
+            await asyncio.sleep(4.5)
+            assert rig.context.desk.gate.waiting == 1
+            rig.context.desk.gate.running = 0
+            rig.context.desk.tick()
+            assert (await call.read()).WhichOneof("response") == "request_headers"
+            await call.done_writing()
+        await picker.stop(0)
+
+    run(go, prefill=0, config=msgspec.structs.replace(CONFIG, worker_slots=1))
+
+
 def test_the_picker_has_the_certificates_of_the_routers_own_port(tmp_path: Path):
     """It read the files itself, and took what the other port had refused."""
     authority = Authority(tmp_path, "ca")

@@ -43,6 +43,9 @@ IDLE_MS: Final = 300_000
 """A connection without a stream is given up after so long."""
 KEEPALIVE_MS: Final = 60_000
 """A gateway that is gone without a word is noticed so much later, and 20 s; gRPC's own bound is two hours."""
+PINGS_MS: Final = 200
+"""A gateway may ask as often whether the connection stands (Envoy's `connection_keepalive`). By gRPC's own bound, five minutes,
+it is closed after the third time, with all requests on it."""
 TOLD_S: Final = 0.25
 """For the last words to a gateway."""
 MESSAGE_BYTES_MOST: Final = 16 * 1024 * 1024
@@ -71,6 +74,8 @@ class EndpointPicker:
                 ("grpc.max_allowed_incoming_connections", CONNECTIONS_MOST),
                 ("grpc.max_connection_idle_ms", IDLE_MS),
                 ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+                ("grpc.keepalive_permit_without_calls", 1),  # gateways ask between requests, too
+                ("grpc.http2.min_ping_interval_without_data_ms", PINGS_MS),
             ]
         )
         process = grpc.stream_stream_rpc_method_handler(
