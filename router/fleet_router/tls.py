@@ -128,13 +128,10 @@ def untimely(context: Certified, files: TlsFiles, now: float) -> str:
         term = (context.begins_at, context.expires_at)
         if why := _outside(term, now):
             return f"{files.cert}: {why}"
-    authorities = [
-        (float(ssl.cert_time_to_seconds(str(one["notBefore"]))), float(ssl.cert_time_to_seconds(str(one["notAfter"]))))
-        for one in context.get_ca_certs()
-        if isinstance(one, dict)
-    ]
-    bad = [why for term in authorities if (why := _outside(term, now))]
-    return f"{files.client_ca}: {bad[0]}" if bad and len(bad) == len(authorities) else ""
+    # as bytes: in Python's words one text that is no UTF-8 is an error, where OpenSSL takes the certificate
+    terms = [term_of(ssl.DER_cert_to_PEM_cert(one).encode()) for one in context.get_ca_certs(binary_form=True)]
+    bad = [why for term in terms if term is not None and (why := _outside(term, now))]
+    return f"{files.client_ca}: {bad[0]}" if bad and len(bad) == len(terms) else ""
 
 
 def _outside(term: Term, now: float) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import uvloop
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
 
 from e2e.certs import HOUR, Authority
 from fleet_router import tls
@@ -265,6 +266,27 @@ def test_who_needs_a_certificate_of_the_present_ca_is_let_in_with_no_other(tmp_p
             ca.write_bytes(second.pem)
             await until(lambda: router._certificates is not None and router._certificates.current.pem.client_ca == second.pem)
             assert await let_in(router) == [False, True, False]
+
+    uvloop.run(go())
+
+
+def test_a_ca_whose_texts_python_does_not_read_is_taken_as_openssl_takes_it(tmp_path: Path):
+    """The router ended by it (RouterFailed: UnicodeDecodeError), and so did all routers of the fleet at once: an address in it
+    that is no UTF-8 is nobody's fault but its maker's."""
+    servers, clients = Authority(tmp_path, "servers"), Authority(tmp_path, "clients")
+    name, ca = b"http://\xe9.example", tmp_path / "all.pem"
+    names = x509.UnrecognizedExtension(x509.SubjectAlternativeName.oid, bytes([0x30, len(name) + 2, 0x86, len(name)]) + name)
+    builder = clients._builder(clients._name, clients._key.public_key()).add_extension(names, critical=False)
+    odd = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True).sign(clients._key, hashes.SHA256())
+    ca.write_bytes(servers.pem)
+
+    async def go() -> None:
+        async with serving(TlsFiles(*servers.leaf("server", "old"), ca)) as router, following(router):
+            ca.write_bytes(odd.public_bytes(serialization.Encoding.PEM))
+            await until(
+                lambda: router._certificates is not None and router._certificates.current.pem.client_ca == ca.read_bytes()
+            )
+            assert b"200 OK" in await asked(router, clients.leaf("mine"))
 
     uvloop.run(go())
 
