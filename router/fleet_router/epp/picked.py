@@ -95,11 +95,11 @@ class Picked(Flow):
 
     def _fallbacks(self, worker: Worker) -> list[Worker]:
         """Workers to which the same KV could go, and the same body, the idlest first."""
-        table, now, adapter, model = self._context.table, self._context.clock(), self._ask.adapter, worker.endpoint.model
+        table, now, adapter, at = self._context.table, self._context.clock(), self._ask.adapter, worker.endpoint
         found = [
             other for other in table.candidates(now, self._excluded)["decode"]
-            if other is not worker and other.group == worker.group and (not adapter or adapter in other.endpoint.adapters)
-            and other.endpoint.model == model
+            if other is not worker and other.group == worker.group
+            and other.endpoint.adapters.get(adapter) == at.adapters.get(adapter) and other.endpoint.model == at.model
         ]  # fmt: skip
         return sorted(found, key=lambda other: other.inflight)[:FALLBACKS]
 
