@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 from fleet_router.gossip.message import DATAGRAM_BYTES, REASONS, Refused, of_lines, seal, unseal
@@ -172,22 +172,19 @@ class Link:
                 self._read_key()
 
     async def _resolve(self) -> None:
-        """Addresses of the peers; the last ones stay in force when DNS fails."""
-        udp = self._udp
+        """Addresses of the peers; the last ones of a name stay in force when DNS fails."""
+        udp, known = self._udp, dict[tuple[str, int], list[tuple[str, int]]]()
         while udp is not None:
-            found: dict[tuple[str, int], None] = {}
-            failed = False
             ports = range(self._settings.first_port, self._settings.first_port + self._settings.processes)
-            for name, port in (*self._settings.peers, *product(self._routers, ports)):
-                try:
+            wanted = (*self._settings.peers, *product(self._routers, ports))
+            for name, port in wanted:
+                # no name of a host: one that cannot be encoded is no OSError
+                with contextlib.suppress(OSError, UnicodeError):
                     rows = await asyncio.get_running_loop().getaddrinfo(name, port, family=udp.family, type=socket.SOCK_DGRAM)
-                except (OSError, UnicodeError):  # no name of a host: one that cannot be encoded is no OSError
-                    failed = True
-                    continue
-                found.update({(str(row[4][0]), int(row[4][1])): None for row in rows})
-            if found or not failed:
-                targets = list(found)[:MOST_TARGETS]
-                self._sockets = [(one, targets if one is udp else kept) for one, kept in self._sockets]
+                    known[name, port] = [(str(row[4][0]), int(row[4][1])) for row in rows]
+            known = {one: known[one] for one in wanted if one in known}
+            targets = list(dict.fromkeys(chain.from_iterable(known.values())))[:MOST_TARGETS]
+            self._sockets = [(one, targets if one is udp else kept) for one, kept in self._sockets]
             await asyncio.sleep(RESOLVE_S)
 
     def _read_key(self) -> None:

@@ -42,6 +42,38 @@ def test_a_peer_whose_name_is_none_ends_nothing(name: str, tmp_path: Path):
     asyncio.run(go())
 
 
+def test_a_peer_whose_name_cannot_be_looked_up_for_a_while_is_spoken_to_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It was dropped where another name was found: its routers' load counted no more, and quotas held for each by itself."""
+    key, gone = tmp_path / "key", set[str]()
+    key.write_text("k" * 32)
+    monkeypatch.setattr(linking, "RESOLVE_S", 0.01)
+
+    async def look_up(_: object, name: str, port: int, **__: object) -> list[object]:
+        if name in gone:
+            raise socket.gaierror(socket.EAI_AGAIN, "try again")
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", (f"127.0.0.{len(name)}", port))]
+
+    async def go() -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", look_up)
+        settings = GossipSettings(key, "127.0.0.1", port, (("of-a", 9), ("of-bb", 9)))
+        link = Link(settings, Share(1, 0.0), asyncio.get_running_loop().time, lambda **_: None)
+        running = asyncio.create_task(link.run())
+        both = [("127.0.0.4", 9), ("127.0.0.5", 9)]
+        await until(lambda: [list(targets) for _, targets in link._sockets] == [both])
+        gone.add("of-a")
+        await asyncio.sleep(0.1)
+        assert [list(targets) for _, targets in link._sockets] == [both]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(go())
+
+
 def test_gossip_begins_once_its_port_is_free_also_beside_other_processes(tmp_path: Path):
     """It ended the router: the socket for its siblings, which had been opened before the port was found taken, was listened to
     again although it was closed."""
