@@ -23,6 +23,9 @@ MOST_USES: Final = MOST_DATAGRAMS * (DATAGRAM_BYTES // USE_BYTES)
 KEY_BYTES: Final = 9
 HEAD_BYTES: Final = MAC_BYTES + 1 + 1 + 4 * 9 + 3 * 3
 
+MOST_LOADS: Final = 3 * MOST_DATAGRAMS // 4 * ((DATAGRAM_BYTES - HEAD_BYTES) // LOAD_BYTES)
+"""In a round in which there is something to say of tenants as well: of a thousand workers all may have changed since the last."""
+
 Row = Load | Use | Hint
 
 
@@ -45,8 +48,8 @@ class Report:
     def next(self, loads: Iterable[Load], uses: Iterable[Use], hints: Iterable[Hint], now: float, stamp_ms: int) -> list[Message]:
         """The datagrams of this round; none when there is nothing new, but one a second anyhow. `uses`: of every tenant that has
         changed since the last round, others do no harm."""
-        said: list[Row] = [row for row in loads if self._is_news(row, now)]
-        said += self._uses_to_say(uses, now)
+        of_workers, of_tenants = self._loads_to_say(loads, now), self._uses_to_say(uses, now)
+        said: list[Row] = [*(of_workers[:MOST_LOADS] if of_tenants else of_workers), *of_tenants]
         said += [hint for hint in hints if self._is_new_hint(hint, now)]
         if not said and now - self._spoke_at < REFRESH_S:
             return []
@@ -56,6 +59,14 @@ class Report:
             self._note(part, now)
             out.append(self._message(part, now, stamp_ms))
         return out
+
+    def _loads_to_say(self, loads: Iterable[Load], now: float) -> list[Load]:
+        """Where not all may fit into a round, who was spoken of longest ago first."""
+        found = [row for row in loads if self._is_news(row, now)]
+        if len(found) > MOST_LOADS:
+            never = (None, float("-inf"))
+            found.sort(key=lambda row: self._loads.get(row.worker, never)[1])
+        return found
 
     def _is_news(self, row: Load, now: float) -> bool:
         before = self._loads.get(row.worker)

@@ -95,6 +95,22 @@ def test_a_router_that_was_there_before_us_has_a_past_that_is_not_ours(age_ms: i
     assert peers.changes()[1] == {8: TenantUse(0, 1, 30)}
 
 
+@pytest.mark.parametrize("step_s", [0.3, 1.28])
+def test_where_not_all_fits_into_a_round_it_is_every_workers_and_every_tenants_turn(step_s: float):
+    """Of a thousand workers that were all busy, the last ones of the table were never told of, nor was any tenant: each router
+    took those for idle, and gave every tenant its whole quota."""
+    report, told, now = Report(A, 0.0), dict[tuple[str, int], float](), 0.0
+    for turn in range(1, 12):
+        now = turn * step_s
+        loads = [Load(worker, turn, 0, turn, turn) for worker in range(1_000)]
+        uses = [Use(tenant, 1, turn, turn) for tenant in range(50)]
+        for message in report.next(loads, uses, (), now, 0):
+            told |= {("worker", row.worker): now for row in message.loads}
+            told |= {("tenant", row.tenant): now for row in message.uses}
+    assert len(told) == 1_050
+    assert now - min(told.values()) < ROW_S
+
+
 def test_all_of_a_past_comes_before_it_is_taken_for_news():
     """Ten thousand tenants of one that is heard each 750 ms: what came late was charged as if it had just been used."""
     report, heard = Report(A, -3600.0), Peers(US)
