@@ -103,6 +103,26 @@ def test_tokens_of_a_stream_without_usage_are_counted_behind_a_gateway(pieces: l
     run(go, prefill=0)
 
 
+@pytest.mark.parametrize("mode", [FULL_DUPLEX, BUFFERED])
+def test_no_worker_is_asked_through_a_gateway_what_others_use_of_it(mode: int):
+    """vLLM tells whoever sends `endpoint-load-metrics-format` how full its KV cache is and how many requests wait: by that a
+    tenant could see how long the prompts of others are. In `/metrics`, where the same stands, nobody may look either."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        head = head_of()
+        head.protocol_config.request_body_mode = mode
+        head.request_headers.headers.headers.add(key="endpoint-load-metrics-format", raw_value=b"json")
+        told = await exchanged(rig, head, body_of(ask(prompt="short")))
+        (removed,) = [
+            found for one in told
+            if (found := getattr(one, one.WhichOneof("response")).response.header_mutation.remove_headers)
+        ]  # fmt: skip
+        assert "endpoint-load-metrics-format" in removed
+
+    run(go, prefill=0)
+
+
 def trailers(kind: str) -> Any:
     said = ProcessingRequest()
     getattr(said, kind).SetInParent()

@@ -13,9 +13,9 @@ DESTINATION: Final = "x-gateway-destination-endpoint"
 NAMESPACE: Final = "envoy.lb"
 KEPT_BACK: Final = (
     "authorization", "x-api-key", "x-slo-class", "x-slo-ttft-ms", "x-fleet-explain", "content-encoding",
-    "x-vllm-priority", "x-session-id", "x-data-parallel-rank",
+    "x-vllm-priority", "x-session-id", "x-data-parallel-rank", "endpoint-load-metrics-format",
 )  # fmt: skip
-"""Headers of a request that no worker is to see."""
+"""Headers of a request that no worker is to see. To the last one vLLM answers how full its cache is and how many wait."""
 OK: Final = 200
 PIECE: Final = 60_000
 """Of a body in one message: gateways take 64 KiB."""
