@@ -74,6 +74,7 @@ def plot_course(spec: RolloutSpec, before: RolloutStatus | None, scene: Scene) -
         serves = any(scene.want) and any(largest(scene.groups.get(target, Group(target)).ready, *scene.limits.ratio))
         stable = target if serves or not known.stable else known.stable
         previous = known.stable if known.stable not in ("", stable) else known.previous
+        failed = failed if failed != stable else ""  # it serves: its old revision is lost, or somebody wrote it there
         message = known.message if failed else ""
         return Course(target, None, RolloutStatus(stable=stable, previous=previous, failed=failed, message=message))
     begun = known if known.target == target else _begun(known, target, failed)

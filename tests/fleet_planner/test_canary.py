@@ -243,3 +243,15 @@ def test_without_canary_no_share_of_the_requests_is_told():
 )
 def test_whatever_exists_of_a_group_counts(alive: tuple[int, int], ready: tuple[int, int], found: tuple[int, int]):
     assert larger_of(Group(NEW, alive, ready)) == found
+
+
+@pytest.mark.parametrize("message", ["", f"revision {NEW} was rolled back: x"])
+def test_the_revision_that_serves_was_not_rolled_back(message: str):
+    """It said so for good: of one that somebody had written there, with an empty cause, and of one that alone was left when the
+    template of the old one was lost."""
+    alone = scene(WANT, groups={NEW: Group(NEW, WANT, WANT)})
+    for stable in (NEW, OLD):
+        status = RolloutStatus(stable=stable, failed=NEW, message=message)
+        for one in (alone, alone):
+            status = plot_course(spec(), status, one).status
+        assert (status.stable, status.failed, status.message) == (NEW, "", "")
