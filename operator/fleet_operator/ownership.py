@@ -180,5 +180,6 @@ def taken(there: Object, wish: Object) -> Problem | None:
     lost = [f"{key}={wanted[key]}" for key in (FLEET, MANAGED_BY) if has.get(key) != wanted[key]]
     if wanted.get(ROLE) in ROLES and has.get(ROLE) not in ROLES:  # a worker may change its role, and keeps its name
         lost.append(f"{ROLE}={wanted[ROLE]}")
-    words = f"{kind} {name} is this fleet's without its label {', '.join(lost)}: set it again, or delete the {kind}"
+    again = "where it is lost again, an admission webhook or a policy of the cluster takes it"
+    words = f"{kind} {name} is this fleet's without its label {', '.join(lost)}: set it again, or delete the {kind}; {again}"
     return Problem(NAME_CONFLICT, words) if lost else None

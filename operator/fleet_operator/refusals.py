@@ -1,6 +1,7 @@
-"""When is a worker that a quota refused asked for again? Pure: every time is passed in.
+"""When is a worker that a quota refused, or whose name is taken, asked for again? Pure: every time is passed in.
 
-Nothing tells when a quota has room, and a refused request costs the API server as much as any other. So a worker waits as long
+Nothing tells when a quota has room, or a pod without our labels is gone, and a refused request costs the API server as much as
+any other. So a worker waits as long
 again as it was refused already, FIRST_S to MOST_S; not when a pod of its fleet has gone meanwhile, whose room it may get. What is
 not asked for is told as what it was refused with, so that plans and status stay as they are. All of it may be lost.
 """
@@ -12,12 +13,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from fleet_planner.capacity import QUOTA_WORDS
+from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.types import Problem
 from fleet_planner.wanted import PodWanted
 
 FIRST_S = 1.0
 MOST_S = 30.0
-_POD = re.compile(r"Pod ([^ :]+): ")
+_POD = re.compile(r"Pod ([^ :]+):? ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ class Refusals:
     ) -> None:
         """What came of it. `wait_s`: after so long it is asked for in any case (scaling.capacityWait)."""
         there = frozenset(pods)
-        refused = {match[1]: one for one in problems if QUOTA_WORDS in one.message and (match := _POD.match(one.message))}
+        lasting = [one for one in problems if QUOTA_WORDS in one.message or one.reason == NAME_CONFLICT]
+        refused = {match[1]: one for one in lasting if (match := _POD.match(one.message))}
         for name in [one.name for one in asked if one.member == 0]:
             before = self._found.pop(name, None)
             if name in refused:

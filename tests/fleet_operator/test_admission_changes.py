@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from fleet_operator.cluster.interface import SERVICE, ClusterError, InvalidError, Kind
+from fleet_operator.cluster.interface import POD, SERVICE, ClusterError, InvalidError, Kind, WatchEvent
 from fleet_operator.cluster.kinds import kind_of
+from fleet_operator.names import MANAGED_BY
 from tests.fleet_operator.world import NAMESPACE, Api, World, manifest
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
@@ -160,3 +161,30 @@ def test_a_service_of_which_a_policy_refuses_the_change_stays(words: str):
         assert words in (await world.condition("Provisioned"))["message"]
 
     play(go)
+
+
+def test_a_policy_that_takes_our_label_from_pods_costs_few_requests():
+    """Incident: each of them was asked for again in every pass, some three times a second."""
+
+    def relabelled(obj: dict[str, Any]) -> dict[str, Any]:
+        meta = obj["metadata"]
+        return {**obj, "metadata": {**meta, "labels": {**meta["labels"], MANAGED_BY: "platform"}}}
+
+    async def go() -> None:
+        world = await changed("Pod", relabelled)
+        await world.step()
+        made = await world.store.list(POD, NAMESPACE)
+        for pod in made:  # as the audit tells: they are not among those with our label
+            world.operator.feed(POD, WatchEvent("DELETED", pod))
+        world.look = idle  # type: ignore[method-assign]
+        asked = 0
+        for _ in range(300):
+            world.operator.touch((NAMESPACE, "f"))
+            asked += sum(verb == "create" and kind == "Pod" for verb, kind, _ in await world.step())
+        assert (len(made), asked) == (3, 3 * len((0, 1, 2, 4, 8, 16, 32, *range(62, 300, 30))))
+
+    play(go)
+
+
+async def idle() -> None:
+    """Nothing of it is told."""

@@ -257,7 +257,7 @@ def test_a_pod_that_lost_the_labels_it_is_found_by_is_told(key: str, value: str 
         told = await world.condition("Provisioned")
         assert (told["status"], told["reason"]) == ("False", "NameConflict")
         assert f"Pod {name} is this fleet's without its label {key}=" in told["message"]
-        assert "set it again, or delete the Pod" in told["message"]
+        assert "set it again, or delete the Pod; where it is lost again, an admission webhook or a policy" in told["message"]
 
     asyncio.run(scenario())
 

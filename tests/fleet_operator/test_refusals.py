@@ -53,6 +53,15 @@ def test_room_that_a_pod_of_the_fleet_leaves_is_asked_for_at_once():
     assert refusals.held((ONE,), {"a", "c"}, 0.5)[0] == (ONE,)
 
 
+def test_one_whose_name_is_taken_waits_as_long():
+    """A policy of the cluster took the label from all of a fleet's pods: each was asked for in every pass."""
+    refusals, taken = Refusals(), Problem("NameConflict", f"Pod {ONE.name} is this fleet's without its label x")
+    refusals.note((ONE,), [taken], PODS, WAIT_S, 0.0)
+    assert refusals.held((ONE, OTHER), PODS, 0.5) == ((OTHER,), [taken])
+    assert refusals.held((ONE, OTHER), PODS, FIRST_S)[0] == (ONE, OTHER)
+    assert Refusals.in_order([taken, refused(OTHER)], (OTHER, ONE)) == [refused(OTHER), taken]
+
+
 def test_others_are_asked_for_meanwhile_and_what_follows_a_leader_waits_with_it():
     refusals, gang = Refusals(), (ONE, wanted(1, 1), OTHER, wanted(2, 1))
     refusals.note(gang, [refused(ONE), refused(OTHER, "its webhook says no")], PODS, WAIT_S, 0.0)
