@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,3 +139,14 @@ def envoy(address: str, admin: str, folder: Path, bootstrap: dict[str, Any]) -> 
     with process(argv, log) as running:
         wait_for(f"http://{admin}/ready", running, log)
         yield f"http://{address}"
+
+
+async def posted_at_once(url: str, path: str, body: bytes) -> tuple[int, bytes]:
+    """(status, the whole answer). Head and body go in one piece, so that Envoy has the body before its filter can have failed."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"{head}connection: close\r\n\r\n".encode() + body)
+    answer = await reader.read()
+    writer.close()
+    return int(answer.split(b" ", 2)[1]), answer

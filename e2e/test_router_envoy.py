@@ -25,7 +25,7 @@ import httpx
 import pytest
 
 from e2e.bench.proxies import process, wait_for
-from e2e.envoy_picker import config, envoy
+from e2e.envoy_picker import config, envoy, posted_at_once
 from fleet_router.config import RouterConfig
 from fleet_router.config import encode as encode_config
 from fleet_wire.endpoints import ENDPOINTS_KEY, ROUTER_CONFIG_KEY, Endpoint, Endpoints
@@ -348,9 +348,9 @@ BUFFERED, DUPLEX = "BUFFERED", "FULL_DUPLEX_STREAMED"
 )
 def test_failure_modes(tmp_path: Path, fail_open: bool, failure_mode: str, router: bool, known: bool, body: str, status: int):
     async def go(at: Gateway) -> None:
-        async with at.client() as client:
-            got = await client.post("/v1/completions", json={"model": "m", "prompt": LONG})
-            assert got.status_code == status, got.text
+        given = json.dumps({"model": "m", "prompt": LONG}).encode()
+        got, told = await posted_at_once(at.url, "/v1/completions", given)
+        assert got == status, told
         reached = [worker for worker in at.decode if worker.seen]
         assert len(reached) == (1 if status == 200 else 0)
         if status == 200:
