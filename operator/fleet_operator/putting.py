@@ -29,7 +29,6 @@ from fleet_operator.cluster.interface import (
 from fleet_operator.compare import contains, data_patch, difference, satisfied, stamped
 from fleet_operator.deeds import member_of, planned_from, undone, worker_of
 from fleet_operator.fresh import Fresh
-from fleet_operator.names import APPLIED
 from fleet_operator.outcome import Outcome, StopError
 from fleet_operator.ownership import name_conflict, owned, parted, taken
 from fleet_operator.settled import Settled, digest_of
@@ -45,6 +44,7 @@ _WRITTEN = (
 )  # fmt: skip
 BY_KIND: dict[str, Kind] = {kind.kind: kind for kind in _WRITTEN}
 MADE_ANEW = frozenset({"Service"})
+"""What runs nothing: where its lists cannot be put right by writing them whole, it is deleted."""
 DENIED = ("denied request", "denied the request")
 """What the API says of a write that a policy or a webhook refuses: it would refuse to make the object anew, too."""
 MADE_AT_ONCE = frozenset(
@@ -125,14 +125,16 @@ class Putter:
             made = await self._write(wish, found)
         except InvalidError as error:
             outcome.vain += 1
-            await self._make_way(wish, found, str(error), work)
-            return None
+            if (whole := await self._make_way(wish, found, str(error), work)) is None:
+                return None
+            made = whole
         except ClusterError as error:
             outcome.fail(f"{kind} {name}", error)
             return None
-        outcome.writes += 1
-        if not contains(made, wish):
-            await self._make_way(wish, made, _unlike(made, wish), work)
+        else:
+            outcome.writes += 1
+            if not contains(made, wish):
+                made = await self._make_way(wish, made, _unlike(made, wish), work) or made
         verb: Literal["created", "changed"] = "created" if found is None else "changed"
         undid = undone(wish, found)
         outcome.vain += bool(undid)
@@ -177,11 +179,9 @@ class Putter:
             work.fresh.made_pool(was_there=False)
         outcome.writes += 1
         outcome.done.append(Deed("created", kind, name, made["metadata"]["uid"]))
-        work.settled.unlike.pop((kind, name), None)
         if not contains(made, wish):
             outcome.vain += 1
-            work.settled.unlike |= {(kind, name): _stamp(wish)} if kind in MADE_ANEW else {}
-            await self._make_way(wish, made, _unlike(made, wish), work)
+            made = await self._make_way(wish, made, _unlike(made, wish), work) or made
         return made
 
     async def there(self, wish: Object, outcome: Outcome) -> Object | None:
@@ -194,17 +194,31 @@ class Putter:
             outcome.fail(f"{wish['kind']} {meta['name']}", error)
             raise StopError from error
 
-    async def _make_way(self, wish: Object, found: Object | None, why: str, work: Pass) -> None:
-        """Server-side apply leaves list entries that others added. A Service with such entries is made anew: it runs nothing;
-        of anything else the difference is reported, and of a Service that a webhook changes, or would refuse, when it is made."""
+    async def _make_way(self, wish: Object, found: Object | None, why: str, work: Pass) -> Object | None:
+        """Server-side apply leaves list entries that others added, and refuses one with the name of ours. A Service is written
+        whole then, which is given back: it keeps its address. Where the API cannot do that it is made anew. Of anything else the
+        difference is reported, and of a Service that a webhook changes or a policy refuses."""
         kind, name, outcome = wish["kind"], wish["metadata"]["name"], work.outcome
-        in_vain = work.settled.unlike.get((kind, name)) == _stamp(wish)
-        if found is None or kind not in MADE_ANEW or in_vain or any(words in why for words in DENIED):
-            why += "; when that is mended, delete it: it is made anew" if in_vain else ""
-            outcome.problems.append(Problem("Refused", f"{kind} {name}: {why}"))
-            return
-        namespace, uid = wish["metadata"]["namespace"], found["metadata"]["uid"]
-        await self.delete(BY_KIND[kind], namespace, name, uid, f"{ANEW}: {why}", outcome)
+        if found is not None and kind in MADE_ANEW and not _is_denied(why):
+            try:
+                made = await self._cluster.patch(BY_KIND[kind], wish["metadata"]["namespace"], name, _whole(wish, found))
+            except (NotFoundError, ConflictError):
+                return None  # gone, or another one by now: the next pass sees which
+            except InvalidError as error:
+                if not _is_denied(why := str(error)):
+                    namespace, uid = wish["metadata"]["namespace"], found["metadata"]["uid"]
+                    await self.delete(BY_KIND[kind], namespace, name, uid, f"{ANEW}: {why}", outcome)
+                    return None
+            except ClusterError as error:
+                outcome.fail(f"{kind} {name}", error)
+                return None
+            else:
+                outcome.writes += 1
+                if contains(made, wish):
+                    return made
+                outcome.vain += 1
+        outcome.problems.append(Problem("Refused", f"{kind} {name}: {why}"))
+        return None
 
     async def patch_pod(self, namespace: str, name: str, patch: Object, outcome: Outcome) -> bool:
         """Merge this into a pod; whether it has it now."""
@@ -236,8 +250,14 @@ class Putter:
         return True
 
 
-def _stamp(wish: Object) -> str:
-    return str(wish["metadata"]["annotations"][APPLIED])
+def _is_denied(why: str) -> bool:
+    return any(words in why for words in DENIED)
+
+
+def _whole(wish: Object, found: Object) -> Object:
+    """The merge patch that makes the lists of this very object those of the wish."""
+    meta = {key: value for key, value in wish["metadata"].items() if key not in {"name", "namespace"}}
+    return {"metadata": {**meta, "uid": found["metadata"]["uid"]}, "spec": wish["spec"]}
 
 
 def _unlike(made: Object, wish: Object) -> str:

@@ -30,8 +30,6 @@ class Settled:
         self.all = InOrder()
         self.words = Words()
         self.key = KeyMemory()
-        self.unlike: dict[Name, str] = {}
-        """The stamps of wishes that the API changed in the very making: to make the object anew changes nothing."""
 
     def holds(self, digest: bytes, name: Name, live: Object | None) -> bool:
         """Whether this object was found to be as the wish of this digest says."""
