@@ -46,10 +46,10 @@ class KvMeter:
 
 
 def metered(counted: KvProof | None, proof: KvProof | None) -> KvProof | None:
-    """A meter's counters with what the watch says in `proof`: how many answers passed without KV."""
+    """A meter's counters with what the watch says in `proof`: how many answers passed without KV, and what was read too late."""
     if counted is None or proof is None:
         return counted
-    return replace(counted, answers_since=proof.answers_since, failed_since=proof.failed_since)
+    return replace(counted, answers_since=proof.answers_since, failed_since=proof.failed_since, late=proof.late)
 
 
 def _plus(one: Counts, two: Counts) -> Counts:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fleet_operator.telemetry.meter import KvMeter
 from fleet_operator.telemetry.prometheus import PrometheusTelemetry
 from fleet_operator.telemetry.scrape import ScrapeTelemetry
+from fleet_planner.fabric import disaggregating
 from tests.fleet_operator.telemetry.answers import fleet, matrix, pod, reply, served
 
 
@@ -98,3 +99,39 @@ def test_a_fleet_that_is_made_anew_has_moved_nothing(source: str):
 
     with served(answer) as url:
         assert asyncio.run(go(url)) == [7, 9, 1]
+
+
+@pytest.mark.parametrize("source", ["scrape", "prometheus"])
+def test_what_was_read_after_its_leases_end_reaches_the_status(source: str):
+    """Incident: it was counted, and lost where the counters over restarts were put in: `KvReadLate`, some answers may be wrong,
+    was never told."""
+    late, names = [2], ("vllm:nixl_xfer_time_seconds_count", "vllm:nixl_num_notifications_after_expiry_total")
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        if source == "scrape":
+            reply(handler, f"{names[0]} 7\n{names[1]} {late[0]}\n")
+            return
+        told = json.loads(matrix("d"))
+        known = told["data"]["result"][0]["metric"]
+        for name, count in ((names[0], 7), (names[1], late[0])):
+            for each in ("d", "p"):
+                labels = {**known, "__name__": name, "pod": each}
+                told["data"]["result"].append({"metric": labels, "values": [[999, str(count)]]})
+        reply(handler, json.dumps(told))
+
+    async def go(url: str) -> str:
+        ports = {"containers": [{"ports": [{"name": "agent", "containerPort": int(url.rpartition(":")[2])}]}]}
+        workers = [
+            {**pod("d", "decode", "127.0.0.1"), "spec": ports},
+            {**pod("p", "prefill", "localhost"), "spec": ports},
+        ]
+        telemetry = ScrapeTelemetry() if source == "scrape" else PrometheusTelemetry(lambda: 1_000.0)
+        where = [url, workers] if isinstance(telemetry, PrometheusTelemetry) else [workers, []]
+        known = fleet(url if source == "prometheus" else None)
+        for late[0] in (2, 3):
+            found = await telemetry.collect(known, *where)  # type: ignore[arg-type]
+        await telemetry.close()
+        return disaggregating(found)[1]
+
+    with served(answer) as url:
+        assert asyncio.run(go(url)) == "KvReadLate"
