@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fleet_operator.cluster.interface import POD, SERVICE, ClusterError, InvalidError, Kind, WatchEvent
+from fleet_operator.cluster.interface import FLEET, POD, SERVICE, ClusterError, InvalidError, Kind, WatchEvent
 from fleet_operator.cluster.kinds import kind_of
 from fleet_operator.names import MANAGED_BY
+from fleet_operator.render.kept_router import ROUTERS_RENEWED_AT
 from tests.fleet_operator.world import NAMESPACE, Api, World, manifest
 
+RUNBOOK = Path(__file__).parents[2] / "operator/RUNBOOK.md"
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -180,6 +184,30 @@ def test_the_field_that_a_webhook_changes_is_named():
         for _ in range(20):
             await world.step()
         assert "spec.template.spec.containers[0].image is not as it was written" in (await world.condition("Ready"))["message"]
+
+    play(go)
+
+
+def test_what_the_runbook_says_of_a_routers_image_that_a_webhook_changes_helps():
+    """It said to set the image in the fleet, which has no field for it."""
+
+    def mirrored(obj: dict[str, Any]) -> dict[str, Any]:
+        has = obj["spec"]["template"]["spec"]["containers"][0]["image"]
+        return obj if has.startswith("mirror.local/") else from_mirror(obj)
+
+    async def go() -> None:
+        world = await changed("Deployment", mirrored)
+        for _ in range(5):
+            await world.step()
+        assert (await world.condition("Ready"))["status"] == "False"
+        world.platform = replace(world.platform, router_image=f"mirror.local/{world.platform.router_image}")
+        world.operator = world.new_operator()
+        await world.user.patch(FLEET, NAMESPACE, "f", {"metadata": {"annotations": {ROUTERS_RENEWED_AT: "now"}}})
+        for _ in range(20):
+            await world.step()
+        assert (await world.condition("Ready"))["status"] == "True"
+        row = next(line for line in RUNBOOK.read_text().splitlines() if line.startswith("| `Refused`"))
+        assert all(word in row for word in (ROUTERS_RENEWED_AT, "routerImage"))
 
     play(go)
 
