@@ -114,6 +114,7 @@ def without_status(found: dict[str, Any] | None) -> dict[str, Any]:
 EDITS: dict[str, tuple[Kind, dict[str, Any], Callable[[dict[str, Any]], bool]]] = {
     "service-port": (SERVICE, {"spec": {"ports": [{"name": "http", "port": 9999}]}},
                      lambda o: [p["port"] for p in o["spec"]["ports"]] == [8080]),
+    "service-selector": (SERVICE, {"spec": {"selector": {"x": "y"}}}, lambda o: "x" not in o["spec"].get("selector", {"x": ""})),
     "router-replicas": (DEPLOYMENT, {"spec": {"replicas": 5}}, lambda o: o["spec"]["replicas"] == 1),
     "endpoints": (CONFIG_MAP, {"data": {"endpoints.json": "{}"}}, lambda o: len(o["data"]["endpoints.json"]) > 100),
     "budget": (PDB, {"spec": {"minAvailable": 9}}, lambda o: o["spec"]["minAvailable"] == 2),

@@ -24,7 +24,12 @@ def stamped(wish: Object) -> Object:
 
 def satisfied(wish: Object, live: Object | None) -> bool:
     """No write is needed. `wish` is stamped."""
-    return live is not None and contains(live, wish)
+    return live is not None and contains(live, wish) and not _is_narrowed(live, wish)
+
+
+def _is_narrowed(live: Object, wish: Object) -> bool:
+    """Somebody added to what a Service selects by: fewer pods have that, or none, and everything of ours is still there."""
+    return wish.get("kind") == "Service" and live["spec"].get("selector") != wish["spec"]["selector"]
 
 
 def contains(live: Any, wish: Any) -> bool:
@@ -43,9 +48,9 @@ def contains(live: Any, wish: Any) -> bool:
 
 
 def difference(live: Any, wish: Any, path: str = "") -> str:
-    """Path of the first field of `wish` that `live` has not, e.g. spec.ports[0].port; empty when it has all."""
+    """Path of the first field of `wish` that `live` has not, e.g. spec.ports[0].port; empty when it is as wished."""
     if contains(live, wish):
-        return ""
+        return "spec.selector" if not path and isinstance(wish, dict) and _is_narrowed(live, wish) else ""
     if isinstance(wish, dict) and isinstance(live, dict):
         key = next(key for key, value in wish.items() if key not in live or not contains(live[key], value))
         return difference(live.get(key), wish[key], f"{path}.{key}" if path else key)

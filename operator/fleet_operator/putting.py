@@ -26,7 +26,7 @@ from fleet_operator.cluster.interface import (
     NotFoundError,
     Object,
 )
-from fleet_operator.compare import contains, data_patch, difference, satisfied, stamped
+from fleet_operator.compare import data_patch, difference, merge_patch, satisfied, stamped
 from fleet_operator.deeds import member_of, planned_from, undone, worker_of
 from fleet_operator.fresh import Fresh
 from fleet_operator.outcome import Outcome, StopError
@@ -133,7 +133,7 @@ class Putter:
             return None
         else:
             outcome.writes += 1
-            if not contains(made, wish):
+            if not satisfied(wish, made):
                 made = await self._make_way(wish, made, _unlike(made, wish), work) or made
         verb: Literal["created", "changed"] = "created" if found is None else "changed"
         undid = undone(wish, found)
@@ -179,7 +179,7 @@ class Putter:
             work.fresh.made_pool(was_there=False)
         outcome.writes += 1
         outcome.done.append(Deed("created", kind, name, made["metadata"]["uid"]))
-        if not contains(made, wish):
+        if not satisfied(wish, made):
             outcome.vain += 1
             made = await self._make_way(wish, made, _unlike(made, wish), work) or made
         return made
@@ -195,9 +195,9 @@ class Putter:
             raise StopError from error
 
     async def _make_way(self, wish: Object, found: Object | None, why: str, work: Pass) -> Object | None:
-        """Server-side apply leaves list entries that others added, and refuses one with the name of ours. A Service is written
-        whole then, which is given back: it keeps its address. Where the API cannot do that it is made anew. Of anything else the
-        difference is reported, and of a Service that a webhook changes or a policy refuses."""
+        """Server-side apply leaves what others added to lists and selectors, and refuses an entry with the name of ours. A
+        Service is written whole then, which is given back: it keeps its address. Where the API cannot do that it is made anew.
+        Of anything else the difference is reported, and of a Service that a webhook changes or a policy refuses."""
         kind, name, outcome = wish["kind"], wish["metadata"]["name"], work.outcome
         if found is not None and kind in MADE_ANEW and not _is_denied(why):
             try:
@@ -214,7 +214,7 @@ class Putter:
                 return None
             else:
                 outcome.writes += 1
-                if contains(made, wish):
+                if satisfied(wish, made):
                     return made
                 outcome.vain += 1
         outcome.problems.append(Problem("Refused", f"{kind} {name}: {why}"))
@@ -255,9 +255,10 @@ def _is_denied(why: str) -> bool:
 
 
 def _whole(wish: Object, found: Object) -> Object:
-    """The merge patch that makes the lists of this very object those of the wish."""
+    """The merge patch that makes the lists, and the selector, of this very Service those of the wish."""
     meta = {key: value for key, value in wish["metadata"].items() if key not in {"name", "namespace"}}
-    return {"metadata": {**meta, "uid": found["metadata"]["uid"]}, "spec": wish["spec"]}
+    spec = {**wish["spec"], "selector": merge_patch(found["spec"].get("selector") or {}, wish["spec"]["selector"])}
+    return {"metadata": {**meta, "uid": found["metadata"]["uid"]}, "spec": spec}
 
 
 def _unlike(made: Object, wish: Object) -> str:

@@ -39,6 +39,21 @@ def test_an_edited_child_is_put_back_and_told(kind: Kind, edit: dict[str, Any]):
     play(scenario)
 
 
+def test_a_key_that_somebody_added_to_the_services_selector_goes():
+    """It stayed, as what others add to a map does: the Service had no router behind it, and the fleet said that it serves."""
+
+    async def scenario(world: World) -> None:
+        before = await world.store.get(SERVICE, NAMESPACE, "f-router")
+        await world.user.patch(SERVICE, NAMESPACE, "f-router", {"spec": {"selector": {"rollouts-pod-template-hash": "x"}}})
+        await world.settle()
+        after = await world.store.get(SERVICE, NAMESPACE, "f-router")
+        assert (after["spec"], after["metadata"]["uid"]) == (before["spec"], before["metadata"]["uid"])
+        told = "Normal PutBack Service f-router: undid somebody else's edit of spec.selector"
+        assert told in await world.events()
+
+    play(scenario)
+
+
 def _content(obj: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in obj.items() if key not in ("metadata", "status")} | {"l": obj["metadata"]["labels"]}
 
