@@ -96,6 +96,7 @@ def _ahead(fleet: InferenceFleet, observed: Observed, limit: float) -> bool:
     stamps += [stamp for rollout in rollouts for stamp in (rollout.progress_since, rollout.step_since)]
     stamps += [one.at for tier in fleet.status.tiers if tier.healing is not None for one in tier.healing.replaced]
     stamps += [one.at for known in observed.memory.values() for one in known.healing.replaced]
+    stamps += [tier.starting_since or "" for tier in fleet.status.tiers]
     times = [time for one in observed.memory.values() for time in _passed(one)] + [pod.created_at for pod in observed.fetching]
     times += [max(*_written(pod), pod.flip_since) for pod in observed.pods]
     latest = max(stamps, default="")
@@ -113,7 +114,10 @@ def _passed(known: ScaleMemory) -> list[float]:
 def _tier(tier: TierStatus, moved: _Moved) -> TierStatus:
     replaced = HealingStatus(replaced=_replaced(tier.healing.replaced, moved)) if tier.healing is not None else None
     flip, zero = _flip(tier.flip, moved), _zero(tier.zero, moved)
-    return tier.model_copy(update={"rollout": _rollout(tier.rollout, moved), "flip": flip, "zero": zero, "healing": replaced})
+    since = moved.stamp(tier.starting_since or "") or None
+    rollout = _rollout(tier.rollout, moved)
+    update = {"rollout": rollout, "flip": flip, "zero": zero, "healing": replaced, "starting_since": since}
+    return tier.model_copy(update=update)
 
 
 def _replaced(known: tuple[ReplacedStatus, ...], moved: _Moved) -> tuple[ReplacedStatus, ...]:

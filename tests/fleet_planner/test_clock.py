@@ -143,6 +143,12 @@ def an_old_tier_makes_room() -> Case:
     return of(), seen((*left, *late), (1, 2), memory={"t": ScaleMemory(room_at=NOW - 1)})
 
 
+def a_first_start() -> Case:
+    """Its workers were replaced before they were ready."""
+    coming = workers(1, 2, ready=False, ready_since=None, created_at=NOW - 30, scheduled_at=NOW - 30, serving=False)
+    return of(TierStatus(name="t", revision=OLD, starting_since=rfc3339(NOW - 500)), rollout=CANARY), seen(coming, (1, 2))
+
+
 CASES: dict[str, tuple[Callable[[], Case], float]] = {
     "a canary comes up": (canary_comes_up, 600.0),
     "a canary serves": (canary_serves, 600.0),
@@ -157,11 +163,12 @@ CASES: dict[str, tuple[Callable[[], Case], float]] = {
     "load went down": (load_went_down, 600.0),
     "nodes fetch": (nodes_fetch, 300.0),
     "an old tier makes room": (an_old_tier_makes_room, 14.0),
+    "a first start": (a_first_start, 100.0),
 }
 """What is under way, and the longest that it may take."""
 
 
-UNREMEMBERED = {"backed out", "let in by a queue", "a canary serves", "load went down", "an old tier makes room"}
+UNREMEMBERED = {"backed out", "let in by a queue", "a canary serves", "load went down", "an old tier makes room", "a first start"}
 """What an operator that starts does not know of, or what waits for more than time."""
 
 
@@ -173,6 +180,7 @@ def decided(plan: Plan) -> dict[str, Any]:
         "pools": [(one.name, one.replicas) for one in plan.pools], "targets": [(one.name, one.state) for one in plan.targets],
         "rollouts": [(tier.rollout.target, tier.rollout.failed, tier.rollout.step) for tier in plan.status.tiers if tier.rollout],
         "flip": [tier.flip is not None for tier in plan.status.tiers],
+        "available": [one.reason for one in plan.status.conditions if one.type == "Available"],
     }  # fmt: skip
 
 
