@@ -20,7 +20,7 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FlipStatus, HealingStatus, ReplacedStatus, RolloutStatus, TierStatus, ZeroStatus
 from fleet_planner.healed import HealingMemory
 from fleet_planner.memory import ClockMemory, RestMemory, ScaleMemory
-from fleet_planner.types import Observed, ObservedPod
+from fleet_planner.types import Observed, ObservedPod, RouterPod, RouterView
 
 FUTURE_S = 60.0
 """The clocks of two machines differ by less."""
@@ -83,7 +83,8 @@ def steady(fleet: InferenceFleet, observed: Observed, now: float) -> tuple[Infer
         [replace(pod, created_at=pod.created_at + moved.by_s(pod.uid, pod.created_at, own=False)) for pod in observed.fetching]
     )
     memory = {name: _scale(one, moved) for name, one in observed.memory.items()}
-    observed = replace(observed, pods=pods, fetching=fetching, memory=memory, rest=_rest(observed.rest, moved))
+    rest, router = _rest(observed.rest, moved), _router(observed.router, moved)
+    observed = replace(observed, pods=pods, fetching=fetching, memory=memory, rest=rest, router=router)
     return fleet, observed, ClockMemory(moved.ahead_s, tuple(moved.pods.items()), tuple(moved.told.items()))
 
 
@@ -99,6 +100,7 @@ def _ahead(fleet: InferenceFleet, observed: Observed, limit: float) -> bool:
     stamps += [tier.starting_since or "" for tier in fleet.status.tiers]
     times = [time for one in observed.memory.values() for time in _passed(one)] + [pod.created_at for pod in observed.fetching]
     times += [max(*_written(pod), pod.flip_since) for pod in observed.pods]
+    times += [pod.created_at for pod in (observed.router.pods if observed.router is not None else ())]
     latest = max(stamps, default="")
     return max(times, default=0.0) > limit or bool(latest and latest > rfc3339(limit))
 
@@ -151,6 +153,15 @@ def _pod(pod: ObservedPod, moved: _Moved) -> ObservedPod:
         pod, created_at=pod.created_at + by, ready_since=ready, unready_since=unready, scheduled_at=scheduled,
         flip_since=pod.flip_since + flip, gone_by=gone_by,
     )  # fmt: skip
+
+
+def _router(known: RouterView | None, moved: _Moved) -> RouterView | None:
+    return known if known is None else replace(known, pods=tuple([_router_pod(pod, moved) for pod in known.pods]))
+
+
+def _router_pod(pod: RouterPod, moved: _Moved) -> RouterPod:
+    by = moved.by_s(f"{pod.name}/{pod.created_at}", max(pod.created_at, pod.ended_at or 0.0), own=False)
+    return replace(pod, created_at=pod.created_at + by, ended_at=pod.ended_at and pod.ended_at + by) if by else pod
 
 
 def _written(pod: ObservedPod) -> tuple[float, ...]:

@@ -16,7 +16,7 @@ from fleet_planner.flip import RETRY_S
 from fleet_planner.gang import SPREAD
 from fleet_planner.memory import ClockMemory, ScaleMemory
 from fleet_planner.reconcile import Plan, reconcile
-from fleet_planner.types import Observed, ObservedPod, ObservedPool, RoleLoad, Template, TierTelemetry
+from fleet_planner.types import Observed, ObservedPod, ObservedPool, RoleLoad, RouterPod, RouterView, Template, TierTelemetry
 from tests.fleet_planner import test_flip, test_prefetch
 from tests.fleet_planner.test_reconcile import fleet, pod
 
@@ -149,6 +149,13 @@ def a_first_start() -> Case:
     return of(TierStatus(name="t", revision=OLD, starting_since=rfc3339(NOW - 500)), rollout=CANARY), seen(coming, (1, 2))
 
 
+def a_router_is_not_started() -> Case:
+    """Another one serves."""
+    pods = RouterPod("r-0", NOW - 500, ready=True), RouterPod("r-1", NOW - 30, pending=True)
+    serving = TierStatus(name="t", revision=OLD, rollout=RolloutStatus(stable=OLD))
+    return of(serving, rollout=CANARY), seen(workers(1, 2), (1, 2), router=RouterView(2, 1, pods=pods))
+
+
 CASES: dict[str, tuple[Callable[[], Case], float]] = {
     "a canary comes up": (canary_comes_up, 600.0),
     "a canary serves": (canary_serves, 600.0),
@@ -164,6 +171,7 @@ CASES: dict[str, tuple[Callable[[], Case], float]] = {
     "nodes fetch": (nodes_fetch, 300.0),
     "an old tier makes room": (an_old_tier_makes_room, 14.0),
     "a first start": (a_first_start, 100.0),
+    "a router is not started": (a_router_is_not_started, 600.0),
 }
 """What is under way, and the longest that it may take."""
 
