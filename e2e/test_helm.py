@@ -156,6 +156,16 @@ def what_is_taken_away_comes_back(fleet: Fleet) -> None:
     fleet.kubectl("scale", "wpool", pool["metadata"]["name"], "--replicas=2")
     fleet.wait_serving(1, 2)
     fleet.wait("the Service as it was", lambda: service_ports(fleet) == [8080], 30)
+    a_service_that_nothing_needs_goes(fleet)
+
+
+def a_service_that_nothing_needs_goes(fleet: Fleet) -> None:
+    """That of workers over several nodes, as their last one leaves it."""
+    router = next(one for one in fleet.objects("services") if one["metadata"]["name"] == "loop-router")
+    meta = {key: router["metadata"][key] for key in ("labels", "ownerReferences")}
+    spec = {"clusterIP": "None", "selector": router["spec"]["selector"]}
+    fleet.apply({"apiVersion": "v1", "kind": "Service", "metadata": {"name": "loop-workers", **meta}, "spec": spec})
+    fleet.wait("it is gone", lambda: [one["metadata"]["name"] for one in fleet.objects("services")] == ["loop-router"], 60)
 
 
 def applied(found: dict[str, Any]) -> str:
