@@ -285,7 +285,7 @@ class Desk:
         histogram = self.waits.get(ticket.lane.slo_class.name)
         if histogram is None:
             histogram = self.waits[ticket.lane.slo_class.name] = Histogram(WAIT_BUCKETS_S)
-        histogram.observe(now - ticket.entered_at)
+        histogram.observe(now - ticket.at)
 
     def _count_strays(self) -> None:
         self._gone = [worker for worker in self._gone if worker.own > 0]

@@ -33,7 +33,7 @@ class Ticket:
     """One admitted request. What only matters to one that waits is set when it does."""
 
     __slots__ = (
-        "at", "charged", "cost", "deadline", "entered_at", "holder", "lane", "size", "state", "tenant", "waiting", "weight",
+        "at", "charged", "cost", "deadline", "holder", "lane", "size", "state", "tenant", "waiting", "weight",
     )  # fmt: skip
 
     cost: float
@@ -45,7 +45,6 @@ class Ticket:
     """Bytes that it holds: its fields and its prompt."""
     deadline: float
     """When waiting is over: what is left of the budget is for the prefill."""
-    entered_at: float
 
     def __init__(self, lane: Lane, charged: int, at: float) -> None:
         self.lane, self.at = lane, at
@@ -59,7 +58,7 @@ class Ticket:
         """Everything that the queue goes by."""
         self.holder, self.tenant, self.weight = self.lane.account, self.lane.account.name, self.lane.weight
         self.cost, self.size = work / self.weight, size
-        self.entered_at, self.deadline = now, now + BUDGET_SHARE * budget_s
+        self.deadline = now + BUDGET_SHARE * budget_s
         self.state, self.waiting = "waiting", True
 
 

@@ -45,7 +45,7 @@ _DOUBLES: Final = tuple(Struct(f"{count}d") for count in range(FEW))
 
 
 def _packed(costs: Costs) -> bytes:
-    """A Struct takes 600 instructions for four numbers, an array's own constructor 2,000."""
+    """All of it takes 1,300 instructions for four numbers; to fill an array of that size took 3,100."""
     if isinstance(costs, bytes):
         return costs
     count = len(costs)
