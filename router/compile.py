@@ -30,10 +30,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PACKAGE = "fleet_router"
 MODULES = (
-    "among", "answerhead", "answering", "ask", "carrying", "context", "costly", "desk", "encoding", "expected", "fields", "flow",
-    "hedging", "hints", "inbound", "knowledge", "legs", "lengths", "longtext", "measuring", "metering", "metrics", "misplaced",
-    "outbox", "paths", "receiving", "release", "repeated", "request", "retrying", "server", "shapes", "upstream", "waiting",
-    "workers",
+    "among", "answerhead", "answering", "ask", "carrying", "context", "costly", "desk", "encoding", "expected", "fields",
+    "flood", "flow", "hedging", "hints", "inbound", "knowledge", "legs", "lengths", "longtext", "measuring", "metering",
+    "metrics", "misplaced", "outbox", "paths", "receiving", "release", "repeated", "request", "retrying", "server", "shapes",
+    "upstream", "waiting", "workers",
     "admission/bound", "admission/bucket", "admission/fair", "admission/gate", "admission/keys", "admission/lanes",
     "admission/quota", "admission/runaway", "admission/usage",
     "cascade/climb", "cascade/draft",

@@ -41,7 +41,7 @@ from e2e.bench.tenants import ON, TENANTS, keyed
 from fleet_router.config import TraceConfig
 from fleet_router.metrics import COMPILED
 
-STARTS, ROUNDS = 3, 6
+STARTS, ROUNDS = 9, 2
 """Of all proxies anew, and of each start."""
 CONNECTIONS = 32
 WHOLE_REQUESTS = 2_000

@@ -9,6 +9,7 @@ from typing import Final
 
 from fleet_router.expected import unlike
 from fleet_router.heads import kept_lines
+from fleet_router.repeated import Repeated
 
 Fields = list[tuple[bytes, bytes]]
 LENGTH: Final = b"content-length"
@@ -69,3 +70,14 @@ class LastHead:
         if self._last.fields != fields:
             self._last = AnswerHead(fields.copy())
         return self._last
+
+
+class KnownAnswer(Repeated):
+    """The head of a 200 that a worker gave before. `lines`: its header lines as a client gets them, around the length."""
+
+    __slots__ = ("lines",)
+
+    def __init__(self, around: tuple[bytes, bytes], headers: list[tuple[bytes, bytes]]) -> None:
+        super().__init__(around[0], around[1])
+        at = next(i for i, (name, _) in enumerate(headers) if name.lower() == LENGTH)
+        self.lines = (kept_lines([*headers[:at], (headers[at][0], b"")]), kept_lines(headers[at + 1 :]))

@@ -22,11 +22,12 @@ from fleet_router.retrying import Retrying, head_of
 from fleet_router.workers import Worker
 
 if TYPE_CHECKING:
+    from fleet_router.answerhead import KnownAnswer
     from fleet_router.config import HedgeBounds
     from fleet_router.flow import Flow
     from fleet_router.policy.chosen import Choice
     from fleet_router.policy.terms import Weighed
-    from fleet_router.upstream import KnownAnswer, Upstream
+    from fleet_router.upstream import Upstream
 
 
 NOT_JSON: Final = "prefill answered something that is not JSON"

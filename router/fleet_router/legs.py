@@ -16,9 +16,9 @@ from fleet_router.request import is_object, tokens_of
 from fleet_router.upstream import CLOSED
 
 if TYPE_CHECKING:
+    from fleet_router.answerhead import KnownAnswer
     from fleet_router.dialect.translation import Translation
     from fleet_router.flow import Flow
-    from fleet_router.upstream import KnownAnswer
     from fleet_router.workers import Worker
 
 MAX_PREFILL_ANSWER_BYTES: Final = 8 * 1024 * 1024

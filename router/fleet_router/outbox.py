@@ -7,6 +7,7 @@ writes follow each other he is awake already: a quarter of the CPU time of a req
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 Written = bytes | list[bytes | memoryview]
@@ -35,6 +36,12 @@ class Outbox:
             self._loop.call_soon(self.flush)
         elif len(waiting) == MOST:
             self.flush()
+
+    def later(self, wait_s: float, then: Callable[[], object]) -> None:
+        """A write that waits for more to write."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        self._loop.call_later(wait_s, then)
 
     def flush(self) -> None:
         """Now."""

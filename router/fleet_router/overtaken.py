@@ -11,10 +11,10 @@ from fleet_router.legs import OK, refuses
 from fleet_router.policy.candidate import prefill_done
 
 if TYPE_CHECKING:
-    from fleet_router.answerhead import AnswerHead
+    from fleet_router.answerhead import AnswerHead, KnownAnswer
     from fleet_router.context import Context
     from fleet_router.policy.terms import Prefilling
-    from fleet_router.upstream import KnownAnswer, Upstream
+    from fleet_router.upstream import Upstream
     from fleet_router.workers import Worker
 
 DUE_MOST_S: Final = 60.0

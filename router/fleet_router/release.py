@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from fleet_router.answerhead import AnswerHead
+    from fleet_router.answerhead import AnswerHead, KnownAnswer
     from fleet_router.metrics import Metrics
-    from fleet_router.upstream import KnownAnswer, Pool, Upstream
+    from fleet_router.upstream import Pool, Upstream
 
 RELEASE_S: Final = 5.0
 """A worker that has not answered by then is left to its leases, which run out by themselves."""

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from time import monotonic
 from typing import Final, Protocol, cast
 
 import httptools
 
-from fleet_router.answerhead import ENCODING, LENGTH, UNKNOWN, AnswerHead, LastHead
+from fleet_router.answerhead import ENCODING, LENGTH, UNKNOWN, AnswerHead, KnownAnswer, LastHead
 from fleet_router.errors import NO_ROOM, OURS
-from fleet_router.heads import kept_lines
+from fleet_router.flood import FLOOD_S, Flood
 from fleet_router.outbox import Outbox, Written, write
-from fleet_router.repeated import Repeated, around_length, worth_learning
+from fleet_router.repeated import around_length, worth_learning
 
 IDLE_CONNECTIONS: Final = 128
 CONNECT_TIMEOUT_S: Final = 3.0
@@ -50,17 +51,6 @@ def bug_of(error: Exception) -> Exception:
     """What a parser's callback of ours raised, and else `error`."""
     found = error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else None
     return found if isinstance(found, Exception) else error
-
-
-class KnownAnswer(Repeated):
-    """The head of a 200 that a worker gave before. `lines`: its header lines as a client gets them, around the length."""
-
-    __slots__ = ("lines",)
-
-    def __init__(self, around: tuple[bytes, bytes], headers: list[tuple[bytes, bytes]]) -> None:
-        super().__init__(around[0], around[1])
-        at = next(i for i, (name, _) in enumerate(headers) if name.lower() == LENGTH)
-        self.lines = (kept_lines([*headers[:at], (headers[at][0], b"")]), kept_lines(headers[at + 1 :]))
 
 
 class Leg(Protocol):
@@ -119,6 +109,8 @@ class Upstream:
         """The last bytes before this read: the end of a body may have begun there."""
         self._keep_alive = False
         self._paused = False
+        self._flood = Flood()
+        self._outbox: Outbox | None = None
         self.used = False
         """Has been in the pool: the worker may have closed it meanwhile."""
         self.got_bytes = False
@@ -132,6 +124,8 @@ class Upstream:
 
     def connection_lost(self, exc: Exception | None) -> None:
         """An unfinished leg hears of it; an idle connection just leaves the pool."""
+        if self._flood.bytes:
+            self._read(self._flood.take(0.0))
         self._pool.forget(self)
         leg, self._leg = self._leg, None
         if leg is not None:
@@ -149,6 +143,27 @@ class Upstream:
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the worker."""
+        if self._left < 0 and not self._in_head and self._leg is not None and self._outbox is not None:  # a body in chunks
+            now = monotonic()
+            if self._flood.holds(data, now):
+                self._arm(self._outbox)
+                return
+            if self._flood.bytes:
+                data = self._flood.take(now, data)
+        self._read(data)
+
+    def _arm(self, outbox: Outbox) -> None:
+        if not self._flood.armed:
+            self._flood.armed = True
+            outbox.later(FLOOD_S, self._wait_over)
+
+    def _wait_over(self) -> None:
+        """What came thick and fast is handed on, unless its client does not read now."""
+        self._flood.armed = False
+        if self._flood.bytes and not self._paused:
+            self._read(self._flood.take(monotonic()))
+
+    def _read(self, data: bytes) -> None:
         leg, parser = self._leg, self._parser
         if leg is None or parser is None:
             self.abort()  # a worker that speaks unasked is not to be trusted
@@ -305,6 +320,8 @@ class Upstream:
         self._in_head, self._ended, self._more, self.got_bytes = True, False, False, False
         self._left, self._interim = UNKNOWN, 0
         self.idle_since = 0.0
+        self._outbox = outbox
+        self._flood.forget()
         if self._parser is None:  # one per connection: it only ever carries on after an answer that was whole
             self._parser = httptools.HttpResponseParser(self)
         if self.transport is None:
@@ -339,6 +356,8 @@ class Upstream:
         if self.transport is not None and self.is_open():
             self._paused = False
             self.transport.resume_reading()
+            if self._flood.bytes and self._outbox is not None:
+                self._arm(self._outbox)
 
     def goes_to(self, leg: Leg) -> None:
         """Somebody else hears the answer, of which nothing has come. It is read for, whoever was not before."""
@@ -354,6 +373,7 @@ class Upstream:
     def abort(self) -> None:
         """Close at once; the worker sees a client that left. The leg hears nothing more."""
         self._leg = None
+        self._flood.forget()
         if self.transport is not None:
             self.transport.abort()
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_router.answerhead import AnswerHead
+from fleet_router.answerhead import AnswerHead, KnownAnswer
 from fleet_router.config import HttpBounds
 from fleet_router.inbound import HEADS_MOST, Heads, Inbound, Incoming, new_request_id
 from fleet_router.repeated import HEAD_MOST_BYTES, Repeated, around_length, worth_learning
-from fleet_router.upstream import CollectingUpstream, KnownAnswer, Pool, Upstream
+from fleet_router.upstream import CollectingUpstream, Pool, Upstream
 from tests.fleet_router.rig import Rig, answer_of, http, run
 from tests.fleet_router.rig import ask as ask_for
 
