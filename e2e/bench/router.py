@@ -3,15 +3,14 @@
 
 CPU is user and system time of the router's processes. A chunk's cost is the slope between short and long streams, twice: flooded
 (the worker writes all events at once: what handling an event costs) and paced (an event per stream every 5 ms: on top of it one
-wake-up, one receive and one send of the kernel per event, the same for every router). Rounds alternate the order; figures are
-medians, ratios medians of the rounds' ratios. Proxies have a core of their own, one after the other, as on machines where neither
-workers nor clients are: where the scheduler put them decided by a factor of two what a flooded chunk cost, for it came with many
-others or with few. All of it is started several times: where a process has its memory decides a tenth
-of its figures, for as long as it runs. TTFT p99 is of all rounds' streams together, some 10,000: of one round's it is the
-eleventh slowest, which differs by a third from round to round; how far its ratio goes when one round is left out is told with it.
-It is told twice: of all streams, of which one in seven is the first of 32 connections that come at once, and of those on
-connections that are kept, as clients with a pool have it. Whole answers are asked for with prompts of three sizes; streams have
-the middle one.
+wake-up, one receive and one send of the kernel per event, the same for every router). Figures are medians, ratios medians of the
+rounds' ratios. Proxies have a core of their own, one after the other, as on machines where neither workers nor clients are: where
+the scheduler put them decided by a factor of two what a flooded chunk cost, for it came with many others or with few. All of it
+is started many times: where a process has its memory decides a tenth of its figures, for as long as it runs. TTFT p99 is of all
+rounds' streams together, some 10,000: of one round's it is the eleventh slowest, which differs by a third from round to round;
+how far its ratio goes when one round is left out is told with it. It is told twice: of all streams, of which one in seven is the
+first of 32 connections that come at once, and of those on connections that are kept, as clients with a pool have it. Whole
+answers are asked for with prompts of three sizes; streams have the middle one.
 """
 
 from __future__ import annotations
@@ -125,27 +124,62 @@ def run(proxy: Proxy, sent: list[bytes], chunks: int | None) -> tuple[float, Out
     return (after - before) / len(sent) * 1e6, outcome
 
 
-def one_round(proxy: Proxy, number: int, into: Figures) -> None:
-    """Whole answers, short and long streams, paced and flooded."""
-    whole_us, whole = run(proxy, requests(WHOLE_REQUESTS, number, None), None)
-    small_us, small = run(proxy, requests(SIZED_REQUESTS, 5_000 + number, None, words=SHORT_WORDS), None)
-    large_us, large = run(proxy, requests(SIZED_REQUESTS, 6_000 + number, None, words=LONG_WORDS), None)
-    short_us, short = run(proxy, requests(STREAMS, 1_000 + number, SHORT), SHORT)
-    long_us, long = run(proxy, requests(STREAMS, 2_000 + number, LONG), LONG)
-    little_us, little = run(proxy, requests(FLOODS, 3_000 + number, SHORT, flood=True), SHORT)
-    flood_us, flood = run(proxy, requests(FLOODS, 4_000 + number, FLOOD_LONG, flood=True), FLOOD_LONG)
-    into.request_us.append(whole_us)
-    into.short_us.append(small_us)
-    into.long_us.append(large_us)
-    into.paced_us.append(slope(short_us, long_us, SHORT, LONG))
-    into.chunk_us.append(slope(little_us, flood_us, SHORT, FLOOD_LONG))
-    more = range(FIRSTS if proxy.name in COMPARED else 0)
-    firsts = [run(proxy, requests(STREAMS, (7 + one) * 1_000 + number, SHORT), SHORT)[1] for one in more]
-    into.ttft_s.append([took for one in (short, long, *firsts) for took in one.ttft_s])
-    into.ttft_kept_s.append([took for one in (short, long, *firsts) for took in one.ttft_kept_s])
-    for outcome in (whole, small, large, short, long, little, flood, *firsts):
+@dataclass(frozen=True)
+class Load:
+    """What every proxy is given once per round, one after the other."""
+
+    count: int
+    seed: int
+    """Plus the round's number: every load and round has prompts of its own."""
+    chunks: int | None = None
+    flood: bool = False
+    words: tuple[int, int] = USUAL_WORDS
+    of_all: bool = True
+    """Else of those whose first tokens are compared."""
+
+    def requests(self, number: int) -> list[bytes]:
+        """Of one round, ready to send."""
+        return requests(self.count, self.seed + number, self.chunks, flood=self.flood, words=self.words)
+
+
+LOADS = {
+    "whole": Load(WHOLE_REQUESTS, 0),
+    "small": Load(SIZED_REQUESTS, 5_000, words=SHORT_WORDS),
+    "large": Load(SIZED_REQUESTS, 6_000, words=LONG_WORDS),
+    "short": Load(STREAMS, 1_000, SHORT),
+    "long": Load(STREAMS, 2_000, LONG),
+    "little": Load(FLOODS, 3_000, SHORT, flood=True),
+    "flood": Load(FLOODS, 4_000, FLOOD_LONG, flood=True),
+} | {f"first {one}": Load(STREAMS, (7 + one) * 1_000, SHORT, of_all=False) for one in range(FIRSTS)}
+Ran = dict[str, tuple[float, Outcome]]
+
+
+def one_round(proxies: list[Proxy], number: int) -> dict[str, Ran]:
+    """By proxy and load. Each load is given to all proxies within seconds, in an order of its own: what else a machine does
+    changes, and figures that are compared should have the same of it."""
+    ran: dict[str, Ran] = {proxy.name: {} for proxy in proxies}
+    for at, (name, load) in enumerate(LOADS.items()):
+        order = random.Random(number * len(LOADS) + at).sample(proxies, len(proxies))
+        for proxy in order:
+            if load.of_all or proxy.name in COMPARED:
+                ran[proxy.name][name] = run(proxy, load.requests(number), load.chunks)
+    return ran
+
+
+def note(proxy: Proxy, ran: Ran, into: Figures) -> None:
+    """One round of one proxy."""
+    cpu_us = {name: us for name, (us, _) in ran.items()}
+    into.request_us.append(cpu_us["whole"])
+    into.short_us.append(cpu_us["small"])
+    into.long_us.append(cpu_us["large"])
+    into.paced_us.append(slope(cpu_us["short"], cpu_us["long"], SHORT, LONG))
+    into.chunk_us.append(slope(cpu_us["little"], cpu_us["flood"], SHORT, FLOOD_LONG))
+    streams = [outcome for name, (_, outcome) in ran.items() if name in ("short", "long") or not LOADS[name].of_all]
+    into.ttft_s.append([took for one in streams for took in one.ttft_s])
+    into.ttft_kept_s.append([took for one in streams for took in one.ttft_kept_s])
+    for _, outcome in ran.values():
         into.errors += outcome.errors
-    into.errors += wrong_pace(long.fastest_stream_s, flood.fastest_stream_s)
+    into.errors += wrong_pace(ran["long"][1].fastest_stream_s, ran["flood"][1].fastest_stream_s)
     if proxy.pid:
         into.rss_mb = max(into.rss_mb, rss_mb(proxy.pid))
     if proxy.name.startswith("ours"):
@@ -268,9 +302,10 @@ def measure_once(before: int, rounds: int, found: dict[str, Figures], of_proxies
             if proxy.pid:
                 pin(proxy.pid, of_proxies)
         for number in range(rounds + 1):
-            for proxy in proxies if number % 2 else reversed(proxies):
+            ran = one_round(proxies, before + number)
+            for proxy in proxies:
                 into = found[proxy.name] if number else Figures()
-                one_round(proxy, before + number, into)
+                note(proxy, ran[proxy.name], into)
                 found[proxy.name].errors += into.errors if not number else []
 
 
