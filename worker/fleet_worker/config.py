@@ -53,6 +53,9 @@ TransportName = Literal["auto", "tcp", "shm", "rdma"]
 MEMORY_TRANSPORTS = {"": (), "cuda": ("cuda_copy", "cuda_ipc", "gdr_copy"), "rocm": ("rocm_copy", "rocm_ipc")}
 """Without these UCX cannot touch the memory of a device at all."""
 
+RDMA_TRANSPORTS = ("rc", "dc", "ud", "srd")
+"""In UCX's words. srd is AWS's EFA, whose NICs can do neither rc nor dc; one that a node has not costs a warning of UCX."""
+
 
 def ucx_transports(transport: TransportName, *, required: bool = False, memory: str = "") -> str | None:
     """UCX_TLS for the asked transport; None: everything. `memory` is a key of MEMORY_TRANSPORTS.
@@ -65,7 +68,7 @@ def ucx_transports(transport: TransportName, *, required: bool = False, memory: 
     lists = {
         "tcp": ("tcp",),
         "shm": ("sm", "tcp"),
-        "rdma": ("rc", "dc", "ud", "sm") if required else ("rc", "dc", "ud", "sm", "tcp"),
+        "rdma": (*RDMA_TRANSPORTS, "sm") if required else (*RDMA_TRANSPORTS, "sm", "tcp"),
     }
     return ",".join((*lists[transport], "self", *MEMORY_TRANSPORTS[memory]))
 

@@ -185,6 +185,8 @@ def test_what_is_told(asked: str, probed: Fabric, engine: Any, word: str | None)
 def test_tcp_is_no_fallback_for_required_rdma_and_never_missing_for_shm():
     assert "tcp" not in str(ucx_transports("rdma", required=True)).split(",")
     assert "tcp" in str(ucx_transports("rdma")).split(",")
+    for required in (True, False):  # EFA's: UCX 1.23 counts it neither among rc, nor dc, nor ud
+        assert {"rc", "dc", "ud", "srd"} <= set(str(ucx_transports("rdma", required=required)).split(","))
     assert "tcp" in str(ucx_transports("shm", required=True)).split(",")
     assert ucx_transports("tcp", memory="cuda") == "tcp,self,cuda_copy,cuda_ipc,gdr_copy"
     assert ucx_transports("auto", required=True) is None

@@ -290,6 +290,7 @@ def test_transport_is_reported_never_wished(tmp_path):
     assert in_use({}, devices=tmp_path / "none") == "shm"
     (tmp_path / "mlx5_0").mkdir()
     assert in_use({"UCX_TLS": "rc,sm"}, devices=tmp_path) == "rdma"
+    assert in_use({"UCX_TLS": "srd,sm"}, devices=tmp_path) == "rdma"
     assert "tcp" not in ucx_environment("rdma", True, {})["UCX_TLS"].split(",")
     assert "tcp" in ucx_environment("rdma", False, {})["UCX_TLS"].split(",")
     assert ucx_environment("tcp", False, {"UCX_TLS": "mine"}) == {}

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from fleet_worker.config import TransportName, ucx_transports
+from fleet_worker.config import RDMA_TRANSPORTS, TransportName, ucx_transports
 from fleet_worker.transfer.base import KvTransferError
 
 INFINIBAND = Path("/sys/class/infiniband")
@@ -87,7 +87,7 @@ def in_use(environment: Mapping[str, str] | None = None, devices: Path = INFINIB
     unless the allow list leaves it out, else tcp."""
     allowed = (environment if environment is not None else os.environ).get("UCX_TLS", "all").split(",")
     anything = "all" in allowed
-    if has_rdma_device(devices) and (anything or any(name in allowed for name in ("rc", "dc", "ud", "ib"))):
+    if has_rdma_device(devices) and (anything or any(name in allowed for name in (*RDMA_TRANSPORTS, "ib"))):
         return "rdma"
     if anything or any(name in allowed for name in ("sm", "shm", "posix", "sysv", "cma")):
         return "shm"
