@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fleet_worker.agent.agent import Agent
+from fleet_worker.agent.errors import WorkerError
 from fleet_worker.agent.identity import Identity
 from tests.fleet_worker.agent.test_command import config
 
@@ -80,3 +83,34 @@ def test_another_users_folder_stays(temporary: Path, monkeypatch: pytest.MonkeyP
     agent = Agent(config(), Identity("p", "u", "127.0.0.1"))
     assert theirs.exists()
     agent._scratch.cleanup()
+
+
+def test_a_disk_that_a_killed_agent_filled_has_room_again_for_the_next_one(temporary: Path, monkeypatch: pytest.MonkeyPatch):
+    """Python finds no temporary folder on a full disk, as it tries to write there: the agent ended before it had looked for what
+    the one before had left, with every start of the container."""
+    find = tempfile.gettempdir
+
+    def found() -> str:
+        if any(temporary.iterdir()):
+            raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/']")
+        return find()
+
+    (temporary / "fleet-agent-dead/adapters").mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "gettempdir", found)
+    agent = Agent(config(), Identity("p", "u", "127.0.0.1"))
+    assert list(temporary.iterdir()) == [Path(agent._scratch.name)]
+    agent._scratch.cleanup()
+
+
+@pytest.mark.parametrize("at", ["gettempdir", "TemporaryDirectory"])
+def test_who_finds_no_room_for_its_folder_says_so(temporary: Path, monkeypatch: pytest.MonkeyPatch, at: str):
+    """It was a traceback, of which the fleet's status told the end: No usable temporary directory found."""
+
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(temporary))
+
+    monkeypatch.setattr(tempfile, at, full)
+    with pytest.raises(
+        WorkerError, match=f"no folder .* below {temporary}, where [0-9]+ bytes are free: No space left on device"
+    ):
+        Agent(config(), Identity("p", "u", "127.0.0.1"))

@@ -13,19 +13,24 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from fleet_worker.agent.errors import WorkerError
 from fleet_worker.segments import TRIES, locked
 
 PREFIX: Final = "fleet-agent-"
 
 
 class Scratch:
-    """A new folder, ours until `cleanup` or the end of this process. Where folders cannot be locked none is swept."""
+    """A new folder, ours until `cleanup` or the end of this process. Where folders cannot be locked none is swept. WorkerError
+    when there is no place for one."""
 
     def __init__(self, root: Path | None = None) -> None:
-        root = Path(tempfile.gettempdir()) if root is None else root
+        root = _swept() if root is None else root
         sweep(root)
         for left in reversed(range(TRIES)):
-            self._folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=root, ignore_cleanup_errors=True)
+            try:
+                self._folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=root, ignore_cleanup_errors=True)
+            except OSError as error:
+                raise _no_folder(root, error) from error
             self._lock = locked(Path(self.name))
             if self._lock is not None or left == 0:
                 break
@@ -42,6 +47,22 @@ class Scratch:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _swept() -> Path:
+    """Where temporary files go. Python tries to write there to find out, and on a full disk it cannot: what dead agents left,
+    which may be what fills it, goes before that."""
+    usual = Path(os.environ.get("TMPDIR") or "/tmp")  # noqa: S108 - where it looks first
+    sweep(usual)
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError as error:
+        raise _no_folder(usual, error) from error
+
+
+def _no_folder(root: Path, error: OSError) -> WorkerError:
+    free = f"where {shutil.disk_usage(root).free} bytes are free" if root.is_dir() else "which does not exist"
+    return WorkerError(f"no folder for this worker's own files can be made below {root}, {free}: {error.strerror or error}")
 
 
 def sweep(root: Path) -> None:
