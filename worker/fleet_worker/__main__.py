@@ -41,7 +41,8 @@ def main() -> int:
     if sys.argv[1:] == ["fetch"]:
         from fleet_worker.agent.fetching import fetch_model
 
-        return ended(fetch_model)
+        with unheld():
+            return ended(fetch_model)
     with unheld():
         code = ended(lambda: asyncio.run(run()))
     return end_without_them(code)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -76,10 +77,11 @@ class LostXet(XetHandler):
             super().respond()
 
 
-def fetch(hub: Hub, cache: Path, **more: str) -> subprocess.Popen[bytes]:
+def fetch(hub: Hub, cache: Path, out: int | None = None, err: int | None = None, **more: str) -> subprocess.Popen[bytes]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     env |= {"HF_ENDPOINT": address(hub), "FLEET_MODEL_CACHE": str(cache), "HF_HOME": str(cache)} | more
-    return subprocess.Popen([sys.executable, "-m", "fleet_worker", "fetch"], env={**env, "FLEET_FETCH": "hf://acme/tiny"})
+    argv = [sys.executable, "-m", "fleet_worker", "fetch"]
+    return subprocess.Popen(argv, stdout=out, stderr=err, env={**env, "FLEET_FETCH": "hf://acme/tiny"})
 
 
 def parts(cache: Path) -> list[Path]:
@@ -117,6 +119,37 @@ def test_what_a_killed_fetch_wrote_goes_with_the_next_one(hub: Hub, tmp_path: Pa
     Slow.go_on.set()
     assert fetch(hub, tmp_path).wait(60.0) == 0
     assert sorted(parts(tmp_path)) == sorted([writing, resumed])
+
+
+@pytest.mark.parametrize("stream", ["out", "err"])
+@pytest.mark.parametrize("collector", ["full-disk", "does-not-read", "gone"])
+def test_a_log_that_cannot_be_written_keeps_nobody_from_the_model(hub: Hub, tmp_path: Path, stream: str, collector: str):
+    """It ended with the first line: BadModel, and that the disk of the cache were full, or that the hub could not be reached."""
+    Slow.go_on.set()
+    reading, writing = os.pipe()
+    if collector == "does-not-read":
+        os.set_blocking(writing, False)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(writing, b"nobody takes it\n" * 256)
+        os.set_blocking(writing, True)
+    else:
+        os.close(reading)
+    if collector == "full-disk":
+        os.close(writing)
+        writing = os.open("/dev/full", os.O_WRONLY)
+    assert fetch(hub, tmp_path, **{stream: writing}).wait(60.0) == 0  # type: ignore[arg-type]
+    assert list(tmp_path.glob("models--acme--tiny/snapshots/*/model.safetensors"))
+
+
+def test_a_fetch_says_what_it_did_and_last_why_it_failed(hub: Hub, tmp_path: Path):
+    Slow.go_on.set()
+    told = fetch(hub, tmp_path, subprocess.PIPE, subprocess.PIPE).communicate(timeout=60.0)[0].decode().splitlines()
+    assert told[0] == "fetching hf://acme/tiny"
+    assert told[-1].startswith(f"hf://acme/tiny is at {tmp_path}")
+    hub.repositories = {}
+    _, words = fetch(hub, tmp_path / "other", subprocess.PIPE, subprocess.PIPE).communicate(timeout=60.0)
+    assert words.decode().splitlines()[-1].startswith("BadModel: hf://acme/tiny: the hub answered: 404")
 
 
 @pytest.mark.parametrize("kind", [Slow, SlowXet])
