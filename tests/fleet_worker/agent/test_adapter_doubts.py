@@ -1,5 +1,5 @@
-"""What an engine did of which it gave no good answer, copies that it refused, and the end of a keeper in the midst of
-news."""
+"""What an engine did of which it gave no good answer, copies that it refused or still reads, and the end of a keeper in the
+midst of news."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from fleet_worker.agent import adapters
 from fleet_worker.agent.adapters import AdapterKeeper
 from fleet_worker.agent.errors import AdapterError
+from fleet_worker.agent.stage import FILES
 from fleet_worker.config import AdapterWish
 from tests.fleet_worker.agent.test_adapters import Engine, folder, keep, states, until, wish
 
@@ -144,3 +145,47 @@ def test_an_adapter_that_the_engine_does_not_give_up_is_said_once_and_by_name(
 
     keep(tmp_path, scenario, (wish("a"),))
     assert capsys.readouterr().out.splitlines() == ["EngineSilent: adapter a is not unloaded yet: no answer"]
+
+
+def copies(tmp_path: Path) -> set[bytes]:
+    return {(path / FILES[1]).read_bytes() for path in (tmp_path / "staged").iterdir()}
+
+
+async def replaced(keeper: AdapterKeeper, *sources: str) -> None:
+    """By these, one after the other: of the adapter that is called by their first letter."""
+    for source in sources:
+        others = [one for one in keeper._wished if one.name != source[0]]
+        keeper.wish([*others, wish(source[0], source)])
+        await until(lambda: "Loading" not in states(keeper).values() and not keeper._busy and not keeper._untidy)
+        await asyncio.sleep(0.05)
+
+
+def test_of_copies_that_vllm_may_read_again_those_stay_that_were_in_use_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The newest ones stayed: the first copy of an adapter went as it was replaced, when another one had been replaced often.
+    vLLM 0.32 reads it again, in a step, for a stream that goes on under it, and ends with all streams when it is not there."""
+    monkeypatch.setattr(adapters, "LEFT_S", 0.0)
+    for name in ("a1", "a2", "b1", "b2", "b3", "c-bad"):
+        folder(tmp_path / "root" / name, name.removeprefix("c-").encode())
+
+    async def scenario(keeper: AdapterKeeper, engine: Engine) -> None:
+        await keeper.first_round()
+        await replaced(keeper, "b1", "b2", "b3", "a2")
+        assert copies(tmp_path) == {b"a1", b"a2", b"b2", b"b3"}
+        await replaced(keeper, "c-bad")
+        assert copies(tmp_path) == {b"a1", b"a2", b"b2", b"b3"}, "one that vllm refused takes no place of theirs"
+
+    keep(tmp_path, scenario, (wish("a", "a1"),), engine="vllm", most=2)
+
+
+@pytest.mark.parametrize(("engine", "left"), [("vllm", {b"a1", b"a2", b"a3"}), ("torch", {b"a3"})])
+def test_a_copy_stays_for_as_long_as_streams_may_go_on_under_it(tmp_path: Path, engine: str, left: set[bytes]):
+    """An adapter that was replaced twice within a minute ended vLLM."""
+    for name in ("a1", "a2", "a3"):
+        folder(tmp_path / "root" / name, name.encode())
+
+    async def scenario(keeper: AdapterKeeper, _: Engine) -> None:
+        await keeper.first_round()
+        await replaced(keeper, "a2", "a3")
+        assert copies(tmp_path) == left
+
+    keep(tmp_path, scenario, (wish("a", "a1"),), engine=engine, most=1)

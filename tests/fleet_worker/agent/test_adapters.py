@@ -129,7 +129,7 @@ def test_a_copy_is_named_by_its_content(tmp_path: Path):
     other = stage("a", str(tmp_path / "root"), tmp_path / "into")
     assert other.folder != staged.folder
     assert sorted(path.name for path in (tmp_path / "into").iterdir()) == sorted([staged.folder.name, other.folder.name])
-    prune(tmp_path / "into", {other.folder}, 0)
+    prune(tmp_path / "into", {other.folder})
     assert [path.name for path in (tmp_path / "into").iterdir()] == [other.folder.name]
 
 

@@ -23,6 +23,8 @@ FIRST_ROUND_S = 600.0
 """A new worker is ready when each wished adapter was tried, or after this long."""
 MESSAGE_MOST = 500
 UNLOAD_AGAIN_S = 1.0
+LEFT_S = 1800.0
+"""A stream may go on for so long under a copy that has been replaced."""
 
 
 class AdapterEngine(Protocol):
@@ -54,6 +56,9 @@ class AdapterKeeper:
         """What was said of each that the engine does not give up."""
         self._busy: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(AT_ONCE)
+        self._left: dict[str, float] = {}
+        """Copies that the engine may have had and is to have no more, and since when, the last one last: vLLM goes on with
+        requests under them, reads again what it had put aside, and ends where that is gone."""
         self._untidy = False
         self._wake = asyncio.Event()
         self._settled = asyncio.Event()
@@ -73,7 +78,7 @@ class AdapterKeeper:
     def engine_gone(self) -> None:
         """Its engine is ended, for another one to be started: nothing is loaded any more, and nothing can be. What is wished
         meanwhile waits, and fails nobody."""
-        self._held, self._failed, self._unsure, self._stays = {}, {}, set(), {}
+        self._held, self._failed, self._unsure, self._stays, self._left = {}, {}, set(), {}, {}
         self._lives += 1
         self._there.clear()
         self._settled.clear()
@@ -169,7 +174,7 @@ class AdapterKeeper:
         if is_there and not self._replaces:
             await self._taken(wish.name)
             is_there = False
-        with self._doubted(wish.name):
+        with self._doubted(wish.name, str(staged.folder)):
             digest = await self._engine.load_adapter(wish.name, str(staged.folder), inplace=is_there)
             if digest is not None and digest != staged.digest:
                 raise AdapterError("DigestMismatch", f"{wish.source}: the engine loaded other bytes than were copied")
@@ -192,18 +197,25 @@ class AdapterKeeper:
         """The engine has it no more."""
         with self._doubted(name):
             await self._engine.unload_adapter(name)
-        self._held.pop(name, None)
+        self._let_go(name)
         self._unsure.discard(name)
 
+    def _let_go(self, name: str, *folders: str) -> None:
+        """It is held no more; nor are these copies, if the engine has them."""
+        before = self._held.pop(name, None)
+        for folder in (*folders, *([before.folder] if before is not None else [])):
+            self._left.pop(folder, None)
+            self._left[folder] = time.monotonic()
+
     @contextmanager
-    def _doubted(self, name: str) -> Iterator[None]:
+    def _doubted(self, name: str, *folders: str) -> Iterator[None]:
         """What ends without a good answer may be done all the same: what the engine has then is what nobody may tell, also when
         the version of before is wished again. One that says that an adapter is bad keeps the one before."""
         try:
             yield
         except BaseException as error:
             if not (isinstance(error, AdapterError) and error.reason == "BadAdapter"):
-                self._held.pop(name, None)
+                self._let_go(name, *folders)
                 self._unsure.add(name)
             raise
 
@@ -211,8 +223,15 @@ class AdapterKeeper:
         """Copies that nobody uses go, when nobody is at work: one that is being made belongs to nobody yet."""
         if self._untidy and not self._busy:
             self._untidy = False
-            keep = {Path(held.folder) for held in self._held.values()}
-            await asyncio.to_thread(prune, self._folder, keep, 0 if self._replaces else self._settings.most)
+            held = {held.folder for held in self._held.values()}
+            self._left = {} if self._replaces else self._still_read(held)
+            await asyncio.to_thread(prune, self._folder, {Path(folder) for folder in (*held, *self._left)})
+
+    def _still_read(self, held: set[str]) -> dict[str, float]:
+        """Of the copies that were left: as many of the last as vLLM has places for, and whatever a stream may go on under."""
+        left = {folder: since for folder, since in self._left.items() if folder not in held}
+        last, now = [*left][-self._settings.most :], time.monotonic()
+        return {folder: since for folder, since in left.items() if folder in last or now - since < LEFT_S}
 
     def _fail(self, wish: AdapterWish, reason: str, message: str) -> None:
         message = " ".join(message.split())[:MESSAGE_MOST]

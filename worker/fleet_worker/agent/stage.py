@@ -134,8 +134,8 @@ def _copy(source: Path, target: Path) -> bytes:
     return digest.digest()
 
 
-def prune(into: Path, keep: set[Path], spare: int) -> None:
-    """Remove copies that nobody uses but the `spare` newest: vLLM reads one again when it had put it aside."""
-    unused = [path for path in into.iterdir() if path not in keep and not path.name.startswith(".")] if into.is_dir() else []
-    for path in sorted(unused, key=lambda path: -path.stat().st_mtime)[spare:]:
-        shutil.rmtree(path, ignore_errors=True)
+def prune(into: Path, keep: set[Path]) -> None:
+    """Remove all other copies."""
+    for path in into.iterdir() if into.is_dir() else ():
+        if path not in keep and not path.name.startswith("."):
+            shutil.rmtree(path, ignore_errors=True)
