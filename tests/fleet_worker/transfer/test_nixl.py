@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fleet_wire.kv import KvReference
-from fleet_worker.transfer.base import FetchResult, KvPool, KvReferenceError
+from fleet_worker.transfer.base import FetchResult, KvPool, KvReferenceError, KvTransferError
 from fleet_worker.transfer.descriptors import Run, merge_runs, split_chunks
 from fleet_worker.transfer.nixl import NixlConnector
 from fleet_worker.transfer.owner import TransferSettings
@@ -277,6 +277,14 @@ def error_reason(result: FetchResult) -> str:
     assert result.error is not None
     assert result.transferred_bytes == 0
     return result.error.reason
+
+
+def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch):
+    """Of a NIC in netDevices that a node has not, all that was said was NIXL_ERR_BACKEND, behind a traceback."""
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_9:1")
+    with pytest.raises(KvTransferError, match=r"NIXL cannot begin \(NIXL_ERR_BACKEND\).* UCX_NET_DEVICES=mlx5_9:1") as told:
+        Side("127.77.0.1")
+    assert told.value.reason == "transport"
 
 
 def test_neighbours_become_one_descriptor():

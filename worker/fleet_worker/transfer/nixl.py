@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 from uuid import uuid4
 
 import zmq
@@ -29,7 +30,7 @@ from fleet_worker.transfer.owner import Owner, TransferSettings
 from fleet_worker.transfer.peers import Peers
 from fleet_worker.transfer.proving import Prover
 from fleet_worker.transfer.reader import Pull, Reader
-from fleet_worker.transfer.transport import check_asked, in_use
+from fleet_worker.transfer.transport import cannot_begin, check_asked, in_use
 
 IDLE_POLL_MS = 50
 SERVING_POLL_MS = 1
@@ -40,16 +41,24 @@ FRAMES_PER_TURN = 256
 LOG = logging.getLogger("fleet.worker.transfer")
 
 
+def _begun(name: str) -> Any:
+    """NIXL's agent; KvTransferError."""
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    try:
+        return nixl_agent(name, nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
+    except Exception as error:  # NIXL raises many binding types
+        raise cannot_begin(error, os.environ) from error
+
+
 class NixlConnector:
     """Implements `fleet_worker.transfer.base.Connector`."""
 
     def __init__(self, settings: TransferSettings, pool: KvPool) -> None:
         check_asked(settings.transport, settings.required)
-        from nixl._api import nixl_agent, nixl_agent_config
-
         self.engine_id = uuid4().hex
         self.transport = in_use()
-        self._agent = nixl_agent(self.engine_id, nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
+        self._agent = _begun(self.engine_id)
         self._registered = self._agent.register_memory([(pool.base_address, pool.total_bytes, 0, "kv")], "DRAM")
         self._handoff = Handoff(settings.peer_key, settings.scope, is_required=settings.proof_required)
         self._owner = Owner(settings, pool, self.engine_id, self._agent.get_agent_metadata(), self._handoff)

@@ -82,6 +82,13 @@ def check_asked(transport: str, required: bool) -> None:
         raise KvTransferError("transport", "kvTransfer requires rdma, but no RDMA device is visible in this pod")
 
 
+def cannot_begin(error: Exception, environment: Mapping[str, str]) -> KvTransferError:
+    """NIXL says no more than NIXL_ERR_BACKEND of a UCX that finds no usable transport, such as with a device that is not here."""
+    said = ", ".join(f"{name}={environment[name]}" for name in ("UCX_TLS", "UCX_NET_DEVICES") if environment.get(name))
+    words = f"NIXL cannot begin ({error or type(error).__name__}) with {said or 'every transport and device'}"
+    return KvTransferError("transport", f"{words}: UCX's own lines in the log say why")
+
+
 def in_use(environment: Mapping[str, str] | None = None, devices: Path = INFINIBAND) -> str:
     """Best transport that UCX can be using between two pods: rdma only with a device and permission, else shm on one host
     unless the allow list leaves it out, else tcp."""
