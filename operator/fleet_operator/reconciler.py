@@ -117,7 +117,7 @@ class Reconciler:
         flips: FlipFollower | None = None,
         adapters: AdapterFollower | None = None,
     ) -> None:
-        """`owns` says whether fleets of a namespace are ours now; `touch_namespace` when that changes."""
+        """`owns` says whether fleets of a namespace are ours now; `taken_over` when one became so."""
         self.closed: set[str] = set()
         """Namespaces that may not be read yet: to a cache that is not complete their fleets would look as if they had nothing."""
         self._claimed = owns
@@ -219,6 +219,14 @@ class Reconciler:
         """Look at every fleet of a namespace again."""
         for key in [key for key in self._objects.fleets if key[0] == namespace]:
             self.touch(key)
+
+    def taken_over(self, namespace: str) -> None:
+        """A namespace became ours. What is kept of its fleets is of the last time that it was: somebody else had them since."""
+        for key in [key for key in self._states if key[0] == namespace]:
+            state = self._states.pop(key)
+            if state.known is not None:
+                self._forget(key, state.known.raw["metadata"]["uid"])
+        self.touch_namespace(namespace)
 
     def open(self, namespace: str) -> None:
         """Everything of a namespace that was closed is in the cache now."""
