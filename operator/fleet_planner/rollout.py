@@ -140,9 +140,8 @@ def plan_step(
     firm = replace(new, ready=new.firm, leaving=(0, 0))
     most, least = want, (0, 0) if mixed else larger(_floor(want, new, size, limits), _fallback(want, limits, canary))
     if blocked:
-        most = (0, 0) if all(old.hopeless for old in olds) else _floor(want, firm, size, limits)
-        room = _room(want, _shrunk(olds, most, limits), {}, limits, canary) - surplus_gpus
-        if not new.roomless and _grow(have, full, room, limits, leads) == have:  # it would be taken away in vain
+        most, grows = _kept(want, olds, _floor(want, firm, size, limits), (have, full), surplus_gpus, limits, canary, leads)
+        if not new.roomless and not grows:  # it would be taken away in vain
             most = least = _left(want, _serving(firm, size, limits), limits)
     elif whole and canary is None:
         most = _left(want, _serving(firm, size, limits), limits)
@@ -219,6 +218,21 @@ def _shrunk(olds: Sequence[Group], most: Pair, limits: Limits) -> list[Group]:
     """Them, when they have gone down to `most`."""
     sizes = _share(olds, most, (0, 0), limits)
     return [replace(old, alive=sizes[old.revision]) for old in olds]
+
+
+def _kept(
+    want: Pair, olds: Sequence[Group], floor: Pair, way: tuple[Pair, Pair], surplus_gpus: int, limits: Limits,
+    canary: Canary | None, leads: Set[Pair] | None,
+) -> tuple[Pair, bool]:  # fmt: skip
+    """What the old groups keep where the new one finds no room, and whether it can grow then; `way`: what it has, and all of it.
+    Beside a canary a pair of them stays where both fit."""
+    (have, full), most = way, (0, 0)
+    pair = larger(floor, _fallback(want, limits, canary))
+    for most in [(0, 0)] if all(old.hopeless for old in olds) else [pair, floor]:
+        room = _room(want, _shrunk(olds, most, limits), {}, limits, canary) - surplus_gpus
+        if have == full or _grow(have, full, room, limits, leads) != have:
+            return most, True
+    return most, False
 
 
 def next_step(have: Pair, full: Pair, limits: Limits) -> Pair:

@@ -272,6 +272,26 @@ def test_a_canary_without_room_replaces_old_workers_when_they_may_be_missing():
     assert step.sizes["old"] == (3, 3)
 
 
+@pytest.mark.parametrize(
+    ("want", "limits", "new", "kept"),
+    [
+        ((2, 2), Limits(*WIDE, unavailable=2), Group("new", (1, 1), unschedulable=True), (1, 1)),
+        ((2, 4), Limits(*WIDE, unavailable=4), Group("new", (1, 1), refused=True), (1, 1)),
+        ((2, 2), Limits(*WIDE, surge_gpus=0, unavailable=2), Group("new"), (1, 1)),
+        ((2, 2), Limits(*WIDE, surge_gpus=0, unavailable=2), Group("new", (1, 0), (1, 0)), (1, 1)),
+        ((1, 1), Limits(*WIDE, unavailable=1), Group("new", (1, 1), unschedulable=True), (1, 1)),
+        ((1, 1), Limits(*WIDE, surge_gpus=0, unavailable=1), Group("new"), (0, 0)),  # both at once are more than it may have
+    ],
+)
+def test_a_canary_without_room_leaves_a_pair_of_the_old_revision(want: Pair, limits: Limits, new: Group, kept: Pair):
+    """Where all workers may be missing the whole old revision was deleted for a canary that found no node: nothing answered, and
+    nothing was there to go back to."""
+    step = plan_step(want, new, [Group("old", want, want)], limits, canary=Canary((1, 1)))
+    assert step.sizes["old"] == kept
+    left = Group("old", kept, kept, returns=True)
+    assert plan_step(want, new, [left], limits, canary=Canary((1, 1))).sizes["old"] == kept
+
+
 def test_two_old_revisions_give_way_before_a_third():
     olds = [Group("worse", (1, 1), (0, 0)), Group("better", (2, 2), (2, 2))]
     step = plan_step((2, 2), Group("new", (0, 0)), olds, Limits(*WIDE))
