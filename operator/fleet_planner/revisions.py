@@ -316,6 +316,9 @@ def _carried_out(
     targets = tuple(target for replica in everything if (target := target_of(replica, serving, gone_uids, scene.now)) is not None)
     percent = course.status.percent
     new = scene.groups.get(course.target, Group(""))
+    waits = step.rolling and not fleet.spec.rollout.paused and _is_tried_again(course.target, replicas, drafted.draft, given)
+    lacks = _lacked(fleet, tier, course.target) if waits else ""
+    stuck = why_stuck(scene.want, new, scene.limits) if step.stuck else lacks
     return TierPlan(
         pools=tuple(pools),
         create=tuple(scarce_first(drafted.draft.create, scene.groups, step.sizes, course.target)),
@@ -328,7 +331,7 @@ def _carried_out(
         revisions=frozenset({scene.wanted, course.target, course.status.stable, *(r.leader.revision for r in everything)} - {""}),
         rollout=course.status,
         rolling=step.rolling,
-        stuck=why_stuck(scene.want, new, scene.limits) if step.stuck else "",
+        stuck=stuck,
         halted=(step.stuck and not new.roomless) or _is_judged_only(fleet, course),
         rolled_back=course.rolled_back,
         serving=_counts([replica for replica in everything if replica.leader.uid in serving]),
@@ -337,6 +340,24 @@ def _carried_out(
         gangs=given.memory,
         limited=given.limited,
     )
+
+
+def _lacked(fleet: InferenceFleet, tier: TierSpec, target: str) -> str:
+    """What the rollout to `target` was stuck for when the last pass said so, in words, where that was no limit of the spec."""
+    if (before := _before(fleet, tier).rollout) is None or before.target != target:
+        return ""
+    known, begin = fleet.status.condition("RollingOut"), f"tier {tier.name}: "
+    told = known.message.split("; ") if known is not None and known.reason == STUCK else []
+    words = next((part.removeprefix(begin) for part in told if part.startswith(begin)), "")
+    return "" if words.startswith("rollout.") else words
+
+
+def _is_tried_again(target: str, replicas: Mapping[str, Sequence[Replica]], draft: Draft, given: GivenBack) -> bool:
+    """A worker over several nodes gave its own back, or is tried once more and has not found all of them: that it waits meanwhile
+    is no progress."""
+    held = any(hold.revision == target for hold in given.memory.holds)
+    made = any(pod.member > 0 and pod.revision == target for pod in draft.create)
+    return held or made or any([one.size > 1 and one.alive and one.placed < one.size for one in replicas.get(target, ())])
 
 
 def _is_judged_only(fleet: InferenceFleet, course: Course) -> bool:
