@@ -281,6 +281,22 @@ def test_a_lack_of_nodes_is_told_though_its_reason_is_another_at_every_try(tmp_p
     promtool("test", "rules", str(tmp_path / "tests.yaml"))
 
 
+@pytest.mark.smoke
+def test_hot_prefixes_that_were_refused_are_told_for_an_hour(tmp_path: Path):
+    """The worker says it as long as it lives: the alert ended when somebody deleted a worker that served well. One whose container
+    starts again, and that refuses some again, is told anew."""
+    series = [(f"fleet_agent_seed_refused_blocks{{{OF}}}", "0x5 3x200 0x3 3x60")]
+    test = asked("InferenceFleetSeedRefused", series, None)
+    query = test["promql_expr_test"][0]
+    fires = [{"labels": "{}", "value": 1}]
+    at = [(4, []), (10, fires), (60, fires), (80, []), (200, []), (214, fires)]
+    test["promql_expr_test"] = [{**query, "eval_time": f"{minute}m", "exp_samples": samples} for minute, samples in at]
+    (tmp_path / "tests.yaml").write_text(
+        yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [test]})
+    )
+    promtool("test", "rules", str(tmp_path / "tests.yaml"))
+
+
 def over_a_change_of_leader(alert: str, told: str, value: str, *others: tuple[str, str]) -> list[dict[str, Any]]:
     """It fires before, meanwhile and after: one leader goes after 30 minutes, another one tells for two minutes at the same time,
     and is gone, and after a minute in which nobody tells a third one does."""
