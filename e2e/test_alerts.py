@@ -94,6 +94,8 @@ CASES: dict[str, tuple[Series, Series]] = {
     "InferenceFleetRolledBack": told("RollingOut", "False", "RolledBack", "Complete"),
     "InferenceFleetRefused": told("Accepted", "False"),
     "InferenceFleetNotProvisioned": told("Provisioned", "False"),
+    "InferenceFleetAdapterFailed": told("AdaptersLoaded", "False", "AdapterFailed", "Loading"),
+    "InferenceFleetPrefetchFailed": told("ModelCached", "False", "PrefetchFailed", "Prefetching"),
     "InferenceFleetTelemetryStale": (
         [(condition("TelemetryFresh", "Unknown", "SourceFailed"), "1x60"), (condition("Available", "True"), "1x60")],
         [(condition("TelemetryFresh", "Unknown", "NoData"), "1x60"),
@@ -282,9 +284,31 @@ def test_a_lack_of_nodes_is_told_though_its_reason_is_another_at_every_try(tmp_p
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("alert", "kind", "reasons"),
+    [
+        ("InferenceFleetAdapterFailed", "AdaptersLoaded", ["AdapterFailed"] * 4 + ["Loading"]),
+        ("InferenceFleetPrefetchFailed", "ModelCached", ["PrefetchFailed"] * 2 + ["Prefetching"] * 6),
+    ],
+)
+def test_what_fails_again_and_again_is_told_though_it_is_tried_in_between(
+    tmp_path: Path, alert: str, kind: str, reasons: list[str]
+):
+    """Nobody was told of an adapter that clients could not get, or of a node that could not fetch the model."""
+    series = [
+        (condition(kind, "False", reason), " ".join(_scraped([there == reason for there in reasons * (60 // len(reasons))])))
+        for reason in dict.fromkeys(reasons)
+    ]
+    (tmp_path / "tests.yaml").write_text(
+        yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [asked(alert, series, 1)]})
+    )
+    promtool("test", "rules", str(tmp_path / "tests.yaml"))
+
+
+@pytest.mark.smoke
 def test_hot_prefixes_that_were_refused_are_told_for_an_hour(tmp_path: Path):
-    """The worker says it as long as it lives: the alert ended when somebody deleted a worker that served well. One whose container
-    starts again, and that refuses some again, is told anew."""
+    """The worker says it as long as it lives: the alert ended when somebody deleted a worker that served well. One that
+    starts again, and refuses some again, is told anew."""
     series = [(f"fleet_agent_seed_refused_blocks{{{OF}}}", "0x5 3x200 0x3 3x60")]
     test = asked("InferenceFleetSeedRefused", series, None)
     query = test["promql_expr_test"][0]
