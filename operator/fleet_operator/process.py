@@ -65,7 +65,7 @@ async def run(options: Options) -> None:
             owns = territory.owns if territory is not None else (lambda namespace: True)
             reconciler = Reconciler(cluster, options.platform, telemetry, passes=parts.meters, owns=owns)
             if territory is not None:
-                territory.changed = reconciler.taken_over
+                territory.changed = reconciler.touch_namespace
             _observe(parts, reconciler, elector, territory)
             app = health_app(pulse, parts.meters, parts.readiness)
             await stack.enter_async_context(serving(app, options.health_port, BIND_HOST))

@@ -117,7 +117,7 @@ class Reconciler:
         flips: FlipFollower | None = None,
         adapters: AdapterFollower | None = None,
     ) -> None:
-        """`owns` says whether fleets of a namespace are ours now; `taken_over` when one became so."""
+        """`owns` says whether fleets of a namespace are ours now; `touch_namespace` when that changes."""
         self.closed: set[str] = set()
         """Namespaces that may not be read yet: to a cache that is not complete their fleets would look as if they had nothing."""
         self._claimed = owns
@@ -220,14 +220,6 @@ class Reconciler:
         for key in [key for key in self._objects.fleets if key[0] == namespace]:
             self.touch(key)
 
-    def taken_over(self, namespace: str) -> None:
-        """A namespace became ours. What is kept of its fleets is of the last time that it was: somebody else had them since."""
-        for key in [key for key in self._states if key[0] == namespace]:
-            state = self._states.pop(key)
-            if state.known is not None:
-                self._forget(key, state.known.raw["metadata"]["uid"])
-        self.touch_namespace(namespace)
-
     def open(self, namespace: str) -> None:
         """Everything of a namespace that was closed is in the cache now."""
         self.closed.discard(namespace)
@@ -308,7 +300,11 @@ class Reconciler:
 
     async def _one(self, key: Key) -> None:
         raw = self._objects.fleets.get(key)
-        if raw is None or not self._owns(key[0]):
+        if raw is None:
+            return
+        if not self._owns(key[0]):  # when it comes back, what is kept would be of before somebody else had it
+            if self._states.pop(key, None) is not None:
+                self._forget(key, raw["metadata"]["uid"])
             return
         state = self._state_of(key, raw)
         if (wait_s := state.pace.wait_s(self._monotonic())) > 0:

@@ -27,7 +27,7 @@ def test_what_was_read_before_is_no_news_when_a_namespace_comes_back():
         world.now += AWAY_S
         await world.touch()
         ours = True
-        world.operator.taken_over(NAMESPACE)
+        world.operator.touch_namespace(NAMESPACE)
         await world.operator.drain()  # no telemetry was read in between
         assert (await world.condition("TelemetryFresh"))["reason"] == "Fresh"
         await world.settle_with_telemetry()
