@@ -118,10 +118,18 @@ EDITS: dict[str, tuple[Kind, dict[str, Any], Callable[[dict[str, Any]], bool]]] 
     "router-replicas": (DEPLOYMENT, {"spec": {"replicas": 5}}, lambda o: o["spec"]["replicas"] == 1),
     "endpoints": (CONFIG_MAP, {"data": {"endpoints.json": "{}"}}, lambda o: len(o["data"]["endpoints.json"]) > 100),
     "budget": (PDB, {"spec": {"minAvailable": 9}}, lambda o: o["spec"]["minAvailable"] == 2),
+    "budget-selector": (PDB, {"spec": {"selector": {"matchLabels": {"x": "y"}}}}, lambda o: selects(o["spec"].get("selector"))),
+    "policy-selector": (NETWORK_POLICY, {"spec": {"podSelector": {"matchLabels": {"x": "y"}}}},
+                        lambda o: selects(o["spec"].get("podSelector"))),
     "role": (ROLE, {"rules": []}, lambda o: len(o.get("rules") or []) == 1),
     "labels": (CONFIG_MAP, {"metadata": {"labels": None}}, lambda o: "fleet" in str(o["metadata"].get("labels"))),
     "owner": (SERVICE, {"metadata": {"ownerReferences": None}}, lambda o: bool(o["metadata"].get("ownerReferences"))),
 }  # fmt: skip
+
+
+def selects(selector: dict[str, Any] | None) -> bool:
+    """By what we wrote, and no more."""
+    return selector is not None and "x" not in selector["matchLabels"]
 
 
 def edited(lab: Lab, edit: str) -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import Any, Final
 
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import APPLIED
+
+WHOLE: Final = {"Service": ("selector",), "PodDisruptionBudget": ("selector",), "NetworkPolicy": ("podSelector", "ingress")}
+"""Fields of a spec to which nobody may add: a selector selects less then, or nothing, and whom a policy lets in may be more."""
 
 
 def stamped(wish: Object) -> Object:
@@ -24,12 +27,13 @@ def stamped(wish: Object) -> Object:
 
 def satisfied(wish: Object, live: Object | None) -> bool:
     """No write is needed. `wish` is stamped."""
-    return live is not None and contains(live, wish) and not _is_narrowed(live, wish)
+    return live is not None and contains(live, wish) and not _added_to(live, wish)
 
 
-def _is_narrowed(live: Object, wish: Object) -> bool:
-    """Somebody added to what a Service selects by: fewer pods have that, or none, and everything of ours is still there."""
-    return wish.get("kind") == "Service" and live["spec"].get("selector") != wish["spec"]["selector"]
+def _added_to(live: Object, wish: Object) -> str:
+    """Path of a field that is to be as wished and no more, and has more; everything of ours is still there. Empty: none."""
+    fields = WHOLE.get(wish.get("kind", ""), ())
+    return next((f"spec.{field}" for field in fields if live["spec"].get(field) != wish["spec"].get(field)), "")
 
 
 def contains(live: Any, wish: Any) -> bool:
@@ -50,7 +54,7 @@ def contains(live: Any, wish: Any) -> bool:
 def difference(live: Any, wish: Any, path: str = "") -> str:
     """Path of the first field of `wish` that `live` has not, e.g. spec.ports[0].port; empty when it is as wished."""
     if contains(live, wish):
-        return "spec.selector" if not path and isinstance(wish, dict) and _is_narrowed(live, wish) else ""
+        return _added_to(live, wish) if not path and isinstance(wish, dict) else ""
     if isinstance(wish, dict) and isinstance(live, dict):
         key = next(key for key, value in wish.items() if key not in live or not contains(live[key], value))
         return difference(live.get(key), wish[key], f"{path}.{key}" if path else key)

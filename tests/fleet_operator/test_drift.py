@@ -5,9 +5,21 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
-from fleet_operator.cluster.interface import CONFIG_MAP, DEPLOYMENT, FLEET, PDB, POD, ROLE, SERVICE, SERVICE_ACCOUNT, Kind
+from fleet_operator.cluster.interface import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    FLEET,
+    NETWORK_POLICY,
+    PDB,
+    POD,
+    ROLE,
+    SERVICE,
+    SERVICE_ACCOUNT,
+    Kind,
+)
 from fleet_operator.reconciler import CHILDREN
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
@@ -39,16 +51,40 @@ def test_an_edited_child_is_put_back_and_told(kind: Kind, edit: dict[str, Any]):
     play(scenario)
 
 
-def test_a_key_that_somebody_added_to_the_services_selector_goes():
-    """It stayed, as what others add to a map does: the Service had no router behind it, and the fleet said that it serves."""
+ADDED: list[tuple[Kind, str, str, dict[str, Any]]] = [
+    (SERVICE, "f-router", "selector", {"selector": {"rollouts-pod-template-hash": "x"}}),
+    (PDB, "f-t-decode", "selector", {"selector": {"matchLabels": {"x": "y"}}}),
+    (NETWORK_POLICY, "f-workers", "podSelector", {"podSelector": {"matchLabels": {"x": "y"}}}),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "field", "edit"), ADDED, ids=[kind.kind for kind, *_ in ADDED])
+def test_a_key_that_somebody_added_to_a_selector_goes(kind: Kind, name: str, field: str, edit: dict[str, Any]):
+    """It stayed, as what others add to a map does: the Service had no router behind it, workers no budget that a drain of their
+    node respects, or no policy that keeps strangers out, and the fleet said that it serves."""
 
     async def scenario(world: World) -> None:
-        before = await world.store.get(SERVICE, NAMESPACE, "f-router")
-        await world.user.patch(SERVICE, NAMESPACE, "f-router", {"spec": {"selector": {"rollouts-pod-template-hash": "x"}}})
+        before = await world.store.get(kind, NAMESPACE, name)
+        await world.user.patch(kind, NAMESPACE, name, {"spec": edit})
         await world.settle()
-        after = await world.store.get(SERVICE, NAMESPACE, "f-router")
+        after = await world.store.get(kind, NAMESPACE, name)
         assert (after["spec"], after["metadata"]["uid"]) == (before["spec"], before["metadata"]["uid"])
-        told = "Normal PutBack Service f-router: undid somebody else's edit of spec.selector"
+        assert f"Normal PutBack {kind.kind} {name}: undid somebody else's edit of spec.{field}" in await world.events()
+
+    play(scenario)
+
+
+def test_whom_somebody_let_in_beside_the_fleets_own_is_not_let_in():
+    """A namespaceSelector beside the pods that may reach workers: those of any namespace that call themselves so could."""
+
+    async def scenario(world: World) -> None:
+        before = await world.store.get(NETWORK_POLICY, NAMESPACE, "f-workers")
+        wider = msgspec.to_builtins(before["spec"]["ingress"])
+        wider[1]["from"][0]["namespaceSelector"] = {}
+        await world.user.patch(NETWORK_POLICY, NAMESPACE, "f-workers", {"spec": {"ingress": wider}})
+        await world.settle()
+        assert (await world.store.get(NETWORK_POLICY, NAMESPACE, "f-workers"))["spec"] == before["spec"]
+        told = "Normal PutBack NetworkPolicy f-workers: undid somebody else's edit of spec.ingress"
         assert told in await world.events()
 
     play(scenario)

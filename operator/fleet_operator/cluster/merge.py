@@ -1,9 +1,9 @@
 """Server-side apply as arithmetic on field sets: pure, no store.
 
 A field is named by its path. Lists whose items Kubernetes identifies by keys (containers by name, conditions by type) are
-walked item by item; every other list is one value. Each manager owns the set of paths that it applied or changed last.
-An apply writes its own fields over the live object and removes those that the same manager applied before, does not
-apply now, and nobody else owns.
+walked item by item; every other list is one value, and so is a selector. Each manager owns the set of paths that it applied or
+changed last. An apply writes its own fields over the live object and removes those that the same manager applied before, does
+not apply now, and nobody else owns.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "tiers": ("name",),
     "webhooks": ("name",),
 }
+_ATOMIC: Final = frozenset({"selector", "podSelector", "namespaceSelector", "labelSelector"})
+"""Maps that are one value: an apply leaves nothing of what others added."""
 _PORT_KEYS: Final = (("containerPort", "protocol"), ("port", "protocol"))
 
 
@@ -50,7 +52,7 @@ def clone(value: Any) -> Any:
 
 def leaves(value: Any, field: str = "") -> Iterable[Path]:
     """The paths of everything that `value` says; keyed items and empty maps count as fields of their own."""
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict) and value and field not in _ATOMIC:
         for name, item in value.items():
             if item is not None:
                 yield from ((name, *path) for path in leaves(item, name))
@@ -67,7 +69,7 @@ def leaves(value: Any, field: str = "") -> Iterable[Path]:
 
 def merge(live: Any, applied: Any, field: str = "") -> Any:
     """`live` with the fields of `applied` written over it; maps and keyed lists merge, everything else is replaced."""
-    if isinstance(live, dict) and isinstance(applied, dict):
+    if isinstance(live, dict) and isinstance(applied, dict) and field not in _ATOMIC:
         merged = dict(live)
         for name, value in applied.items():
             if value is not None:

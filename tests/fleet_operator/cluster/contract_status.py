@@ -1,10 +1,10 @@
-"""What every `Cluster` promises of statuses: on the in-memory store and on a real API server."""
+"""What every `Cluster` promises of statuses and selectors: on the in-memory store and on a real API server."""
 
 from __future__ import annotations
 
 import pytest
 
-from fleet_operator.cluster.interface import POD, ConflictError, NotFoundError
+from fleet_operator.cluster.interface import NETWORK_POLICY, PDB, POD, SERVICE, ConflictError, NotFoundError
 from tests.fleet_operator.cluster.contract import Promise, Store, pod
 
 
@@ -34,4 +34,25 @@ async def a_status_is_written_only_on_top_of_the_version_that_is_named(store: St
         await store.cluster.patch_status(POD, store.namespace, "absent", {"phase": "Running"}, version=version)
 
 
-PROMISES: list[Promise] = [status_is_a_subresource, a_status_is_written_only_on_top_of_the_version_that_is_named]
+async def a_selector_is_applied_whole(store: Store) -> None:
+    """What others added to it goes with an apply, unlike what they add to other maps."""
+    meta, labels = {"name": "selects", "namespace": store.namespace}, {"app": "a"}
+    specs = {
+        SERVICE: {"ports": [{"port": 80}], "selector": labels},
+        PDB: {"minAvailable": 1, "selector": {"matchLabels": labels}},
+        NETWORK_POLICY: {"podSelector": {"matchLabels": labels}, "policyTypes": ["Ingress"]},
+    }
+    for kind, spec in specs.items():
+        wish = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta, "spec": spec}
+        await store.cluster.apply(wish)
+        field = "podSelector" if kind == NETWORK_POLICY else "selector"
+        more = {"x": "y"} if kind == SERVICE else {"matchLabels": {"x": "y"}}
+        await store.other.patch(kind, store.namespace, "selects", {"spec": {field: more}})
+        assert (await store.cluster.apply(wish))["spec"][field] == spec[field]
+
+
+PROMISES: list[Promise] = [
+    status_is_a_subresource,
+    a_status_is_written_only_on_top_of_the_version_that_is_named,
+    a_selector_is_applied_whole,
+]
