@@ -119,6 +119,8 @@ EDITS: dict[str, tuple[Kind, dict[str, Any], Callable[[dict[str, Any]], bool]]] 
     "endpoints": (CONFIG_MAP, {"data": {"endpoints.json": "{}"}}, lambda o: len(o["data"]["endpoints.json"]) > 100),
     "budget": (PDB, {"spec": {"minAvailable": 9}}, lambda o: o["spec"]["minAvailable"] == 2),
     "budget-selector": (PDB, {"spec": {"selector": {"matchLabels": {"x": "y"}}}}, lambda o: selects(o["spec"].get("selector"))),
+    "budget-bound": (PDB, {"spec": {"minAvailable": None, "maxUnavailable": "100%"}},
+                     lambda o: o["spec"].get("minAvailable") == 2),
     "policy-selector": (NETWORK_POLICY, {"spec": {"podSelector": {"matchLabels": {"x": "y"}}}},
                         lambda o: selects(o["spec"].get("podSelector"))),
     "role": (ROLE, {"rules": []}, lambda o: len(o.get("rules") or []) == 1),

@@ -43,8 +43,8 @@ _WRITTEN = (
     CONFIG_MAP, CONTROLLER_REVISION, DEPLOYMENT, NETWORK_POLICY, PDB, POD, POOL, ROLE, ROLE_BINDING, SERVICE, SERVICE_ACCOUNT,
 )  # fmt: skip
 BY_KIND: dict[str, Kind] = {kind.kind: kind for kind in _WRITTEN}
-MADE_ANEW = frozenset({"Service"})
-"""What runs nothing: where its lists cannot be put right by writing them whole, it is deleted."""
+MADE_ANEW = frozenset({SERVICE.kind, PDB.kind})
+"""What runs nothing: where it cannot be put right by writing it whole, it is deleted."""
 DENIED = ("denied request", "denied the request")
 """What the API says of a write that a policy or a webhook refuses: it would refuse to make the object anew, too."""
 MADE_AT_ONCE = frozenset(
@@ -195,9 +195,9 @@ class Putter:
             raise StopError from error
 
     async def _make_way(self, wish: Object, found: Object | None, why: str, work: Pass) -> Object | None:
-        """Server-side apply leaves what others added to lists and selectors, and refuses an entry with the name of ours. A
-        Service is written whole then, which is given back: it keeps its address. Where the API cannot do that it is made anew.
-        Of anything else the difference is reported, and of a Service that a webhook changes or a policy refuses."""
+        """Server-side apply leaves what others added, and refuses an entry with the name of ours or a budget's other bound beside
+        it. A Service or budget is written whole then, which is given back: a Service keeps its address. Where the API cannot do
+        that it is made anew. Of anything else the difference is reported, and of what a webhook changes or a policy refuses."""
         kind, name, outcome = wish["kind"], wish["metadata"]["name"], work.outcome
         if found is not None and kind in MADE_ANEW and not _is_denied(why):
             try:
@@ -255,9 +255,12 @@ def _is_denied(why: str) -> bool:
 
 
 def _whole(wish: Object, found: Object) -> Object:
-    """The merge patch that makes the lists, and the selector, of this very Service those of the wish."""
+    """The merge patch that makes this very budget the wish, or the lists and the selector of this very Service those of the wish:
+    it has an address and more that only the API knows."""
     meta = {key: value for key, value in wish["metadata"].items() if key not in {"name", "namespace"}}
-    spec = {**wish["spec"], "selector": merge_patch(found["spec"].get("selector") or {}, wish["spec"]["selector"])}
+    spec = merge_patch(found["spec"], wish["spec"])
+    if wish["kind"] == SERVICE.kind:
+        spec = {**wish["spec"], "selector": spec["selector"]}
     return {"metadata": {**meta, "uid": found["metadata"]["uid"]}, "spec": spec}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fleet_operator.cluster.interface import FLEET, POD, SERVICE, ClusterError, InvalidError, Kind, WatchEvent
+from fleet_operator.cluster.interface import FLEET, PDB, POD, SERVICE, ClusterError, InvalidError, Kind, WatchEvent
 from fleet_operator.cluster.kinds import kind_of
 from fleet_operator.names import MANAGED_BY
 from fleet_operator.render.kept_router import ROUTERS_RENEWED_AT
@@ -155,6 +155,32 @@ def test_a_service_that_cannot_be_applied_is_written_whole_and_stays(denied: boo
         assert (words in (await world.condition("Provisioned"))["message"]) is denied
         told = "PutBack Service f-router: undid somebody else's edit of spec.ports"
         assert any(told in line for line in await world.events()) is not denied
+
+    play(go)
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["in-place", "anew"])
+def test_a_budget_that_somebody_gave_another_bound_is_put_right(refused: bool):
+    """Somebody who drained nodes wrote maxUnavailable in the place of our minAvailable. An apply leaves it, and the API takes
+    no budget of both: it stayed so, and the fleet was not Ready, until somebody deleted the budget by hand."""
+
+    async def go() -> None:
+        world = World()
+        await world.user.apply(manifest())
+        await world.settle()
+        before = await world.store.get(PDB, NAMESPACE, "f-t-decode")
+        both = InvalidError(
+            'PodDisruptionBudget.policy "f-t-decode" is invalid: minAvailable and maxUnavailable cannot be both set'
+        )
+        verbs = ("apply", "patch") if refused else ("apply",)
+        world.api.refuse = lambda verb, kind, name: both if name == "f-t-decode" and verb in verbs else None
+        theirs = {"minAvailable": None, "maxUnavailable": "100%"}
+        await world.user.patch(PDB, NAMESPACE, "f-t-decode", {"spec": theirs})
+        for _ in range(10):
+            await world.step()
+        after = await world.store.get(PDB, NAMESPACE, "f-t-decode")
+        assert (after["spec"], after["metadata"]["uid"] == before["metadata"]["uid"]) == (before["spec"], not refused)
+        assert (await world.condition("Ready"))["status"] == "True"
 
     play(go)
 
