@@ -37,7 +37,7 @@ apiVersion: rbac.authorization.k8s.io/v1
 kind: Role
 metadata: {{name: certificates, namespace: {SYSTEM}}}
 rules:
-- {{apiGroups: [""], resources: [secrets], resourceNames: [inferencefleet-webhook], verbs: [get, patch]}}
+- {{apiGroups: [""], resources: [secrets], resourceNames: [inferencefleet-webhook], verbs: [get, create, patch]}}
 """
 """What election, claims and admission need beside the rights that every operator has."""
 WRITES = ("create", "update", "patch", "delete", "deletecollection")

@@ -385,6 +385,23 @@ def test_rights_that_no_request_shows(probe: Callable[[Right | None, str], str],
     assert "forbidden" in refusal or "cannot set blockownerdeletion" in refusal, refusal
 
 
+def test_the_webhooks_secret_may_be_made_again(plane: AuditedControlPlane):
+    """Somebody deleted it. The operator, which makes all that is in it, had no right to: once its pods were other ones nobody
+    answered reviews."""
+    rendered = objects(render({**VALUES, "webhooks": {"enabled": True}, "peerKeys": {"create": False}}))
+    text = yaml.safe_dump_all([o for o in rendered if o["kind"] in ("ServiceAccount", "Role", "RoleBinding")])
+    wish = next(o for o in rendered if o["kind"] == "Secret")
+    account = f"--as=system:serviceaccount:{NAMESPACE}:{OPERATOR}"
+    apply = (account, "apply", "--server-side", "--dry-run=server", "-f", "-")
+    plane.kubectl("apply", "-f", "-", stdin=text)
+    try:
+        assert "serverside-applied" in plane.kubectl(*apply, stdin=yaml.safe_dump(wish)).stdout
+        wish["metadata"]["name"] = "another"
+        assert "forbidden" in plane.kubectl(*apply, stdin=yaml.safe_dump(wish), check=False).stderr
+    finally:
+        plane.kubectl("delete", "-f", "-", stdin=text)
+
+
 RENDERED = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "tests/charts/values").glob("*.yaml"))}
 WATCHED_BY = {"prometheusRule": {"enabled": True, "runbookUrl": "https://wiki/runbook"}, "dashboards": {"enabled": True}}
 MONITORED = {"metrics": {**RENDERED["everything"]["metrics"], **WATCHED_BY}}

@@ -319,7 +319,8 @@ def test_no_wildcard_and_of_secrets_the_webhooks_own_and_what_makes_keys(values:
         assert not {word for word in words if "*" in word or word in ("escalate", "bind", "impersonate")}
         if "secrets" in rule["resources"] and rule != MAKES_KEYS:
             assert rule == {
-                "apiGroups": [""], "resources": ["secrets"], "resourceNames": rule["resourceNames"], "verbs": ["get", "patch"],
+                "apiGroups": [""], "resources": ["secrets"], "resourceNames": rule["resourceNames"],
+                "verbs": ["get", "create", "patch"],
             }  # fmt: skip
             assert len(rule["resourceNames"]) == 1
 
