@@ -1,4 +1,5 @@
-"""What a worker's pod says of itself by labels and annotations, against what its pool and its stored template say.
+"""What a worker's pod says of itself by labels and annotations, against what its pool and its stored template say. Of a pod that
+fetches a model ahead, its name says it.
 
 A pod is found by its labels, but whose it is its owner reference says: the operator writes both at once, also for a role flip.
 Where they differ somebody edited the labels. Believed, a prefill worker with the other role's label was told to routers as a
@@ -23,12 +24,13 @@ from fleet_operator.cluster.interface import (
     NotFoundError,
     Object,
 )
-from fleet_operator.names import COMPAT, NAMESPACE, REVISION, ROLE, TIER
+from fleet_operator.names import COMPAT, FETCH, FETCH_ROLE, NAMESPACE, REVISION, ROLE, TIER
 from fleet_operator.names import POOL as POOL_LABEL
 from fleet_operator.outcome import Outcome, StopError
 from fleet_operator.ownership import owned
 from fleet_operator.render.revision import place_of
 from fleet_planner.events import Deed
+from fleet_planner.prefetch import fetched_by
 
 Live = Mapping[tuple[str, str], Object]
 """(kind, name) → object, of one fleet."""
@@ -58,7 +60,8 @@ class MarksSeen:
 def rightful(
     live: Live, fleet: Object, seen: MarksSeen | None = None
 ) -> tuple[dict[tuple[str, str], Object], list[tuple[Object, Marks]]]:
-    """`live` with every worker's pod as its pool and its template have it, and what is to be put back of which pod."""
+    """`live` with every worker's pod as its pool and its template have it, and those that fetch as their names do; and what is to
+    be put back of which pod."""
     seen = MarksSeen() if seen is None else seen
     seen.look(live, fleet)
     before, seen.well = seen.well, {}
@@ -66,7 +69,7 @@ def rightful(
     for at, pod in live.items():
         if at[0] != POD.kind:
             continue
-        if before.get(at[1]) is pod or not (marks := _edited(pod, seen.wanted)):
+        if before.get(at[1]) is pod or not (marks := _edited(pod, seen.wanted, fleet)):
             seen.well[at[1]] = pod
             continue
         edited.append((pod, marks))
@@ -115,10 +118,17 @@ def _place(stored: Object) -> tuple[str, str] | None:
     return place if place is not None and stored["metadata"]["name"].endswith("-".join(("", *place))) else None
 
 
-def _edited(pod: Object, wanted: Mapping[str, Marks]) -> Marks | None:
-    """What differs; None: nothing does, or no pool of the fleet has it."""
+def _of_fetching(pod: Object, fleet: Object) -> Marks | None:
+    """What a pod that fetches a model ahead says; None: it is none."""
+    key = fetched_by(fleet["metadata"]["name"], pod["metadata"]["name"]) if owned(pod, fleet) else None
+    return {"labels": {ROLE: FETCH_ROLE, FETCH: key}} if key is not None else None
+
+
+def _edited(pod: Object, wanted: Mapping[str, Marks], fleet: Object) -> Marks | None:
+    """What differs; None: nothing does, or it is of no pool of the fleet and fetches nothing."""
     meta = pod["metadata"]
-    of = next((marks for owner in meta.get("ownerReferences") or [] if (marks := wanted.get(owner.get("uid", "")))), None)
+    owners = [owner.get("uid", "") for owner in meta.get("ownerReferences") or []]
+    of = next((marks for uid in owners if (marks := wanted.get(uid))), None) or _of_fetching(pod, fleet)
     if of is None or "deletionTimestamp" in meta:
         return None
     differ: dict[str, dict[str, str]] = {}

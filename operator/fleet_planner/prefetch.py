@@ -62,6 +62,12 @@ def fetch_name(fleet: str, key: str, node: str) -> str:
     return f"{fleet}-fetch-{key}-{hashlib.sha256(node.encode()).hexdigest()[:8]}"
 
 
+def fetched_by(fleet: str, name: str) -> str | None:
+    """Key of the model that a pod of this name fetches; None: it fetches none."""
+    begin = f"{fleet}-fetch-"
+    return name.removeprefix(begin).partition("-")[0] if name.startswith(begin) else None
+
+
 def plan_prefetch(fleet: InferenceFleet, observed: Observed, now: float) -> Prefetch:
     """Without nodes that can be read nothing is fetched ahead, and nobody waits."""
     keys, nodes, fetching = model_keys(fleet), observed.nodes, observed.fetching

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from fleet_operator import names
-from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, POD, ForbiddenError
+from fleet_operator.cluster.interface import CONFIG_MAP, FLEET, NODE, POD, ForbiddenError, WatchEvent
 from fleet_operator.names import ROLE
 from fleet_operator.pod_marks import rightful
 from fleet_planner.roles import ROLES
+from tests.fleet_operator.test_nodes import node
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
 LABELS = [names.TIER, names.ROLE, names.REVISION, names.POOL, names.NAMESPACE]
@@ -70,6 +71,33 @@ def test_an_edited_mark_costs_no_worker_and_comes_back(role: str, where: str, ke
         assert await world.touch() == []
 
     play(scenario, scaling={"mode": "manual"})
+
+
+@pytest.mark.parametrize(("key", "value"), [(names.FETCH, None), (names.FETCH, "x"), (names.ROLE, None), (names.ROLE, "decode")])
+@pytest.mark.parametrize("phase", ["Pending", "Succeeded"])
+def test_a_pod_that_fetches_and_lost_its_label_has_it_again(phase: str, key: str, value: str | None):
+    """It was not known any more, and its name was taken: the fleet was not Ready, "already exists", until somebody deleted it."""
+
+    async def scenario() -> None:
+        world = World()
+        world.operator.feed(NODE, WatchEvent("ADDED", node("node")))
+        cache = {"type": "nodeLocal", "path": "/cache"}
+        await world.user.apply(manifest(model={"source": "hf://org/name", "revision": "1", "cache": cache}))
+        await world.settle()
+        (pod,) = await world.store.list(POD, NAMESPACE, {ROLE: "fetch"})
+        name = pod["metadata"]["name"]
+        await world.user.patch_status(POD, NAMESPACE, name, {"phase": phase})
+        await world.step()
+        await world.user.patch(POD, NAMESPACE, name, {"metadata": {"labels": {key: value}}})
+        for _ in range(5):
+            await world.step()
+        found = await world.store.get(POD, NAMESPACE, name)
+        assert (found["metadata"]["uid"], found["metadata"]["labels"]) == (pod["metadata"]["uid"], pod["metadata"]["labels"])
+        assert "exists" not in (await world.condition("Provisioned"))["message"].replace("every object exists", "")
+        assert f"Normal PutBack Pod {name}: undid somebody else's edit of metadata.labels.{key}" in await world.events()
+        assert (await world.condition("ModelCached"))["reason"] == ("Cached" if phase == "Succeeded" else "Prefetching")
+
+    asyncio.run(scenario())
 
 
 def test_all_marks_of_all_workers_at_once():
