@@ -10,6 +10,7 @@ local function words(condition)
 end
 
 local ROLLOUT_FAILED = { Stuck = true, ProgressDeadlineExceeded = true, RolledBack = true }
+local WORKERS_BAD = { WorkersFailing = true, WorkersLate = true }
 
 local function fleet_health()
   local found = {}
@@ -45,11 +46,11 @@ local function fleet_health()
   if limited ~= nil and limited.status == "True" then
     return health(limited.reason == "Queued" and "Progressing" or "Degraded", limited.message)
   end
-  -- what does not mend itself: the spec, a refused write, workers that end and end again
+  -- what does not mend itself: the spec, a refused write, workers that end and end again, or are late (rollout.progressDeadline)
   if ready.reason == "NotAccepted" or ready.reason == "NotProvisioned" then
     return health("Degraded", ready.message)
   end
-  if available ~= nil and available.reason == "WorkersFailing" then
+  if available ~= nil and WORKERS_BAD[available.reason or ""] then
     return health("Degraded", available.message)
   end
   return health("Progressing", ready.message)

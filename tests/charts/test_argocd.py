@@ -130,3 +130,16 @@ def test_every_reason_of_a_rollout_is_judged():
     of = {"Paused": "True", "Progressing": "True"}
     found = {reason: health(fleet(READY | {"RollingOut": (of.get(reason, "False"), reason, "m")}))[0] for reason in reasons}
     assert found == expected
+
+
+def test_every_reason_of_a_fleet_that_does_not_serve_is_judged():
+    """WorkersLate, whose deadline is over, was Progressing for ever. A new reason has to be decided here."""
+    source = inspect.getsource(status._available) + inspect.getsource(status._unserved)
+    reasons = set(re.findall(r'"(Workers\w+|Router\w+|No[A-Z]\w+)"', source)) | {status.STARTING, status.WAKING}
+    given_up = {"WorkersFailing", "WorkersLate"}
+    coming = {"WorkersStarting", "Waking", "WorkersLost", "WorkersSilent", "WorkersPending", "RouterStarting", "NoRouter"}
+    assert reasons == given_up | coming
+    for reason in reasons:
+        said = ("False", reason, "why")
+        expected = "Degraded" if reason in given_up else "Progressing"
+        assert health(fleet({"Ready": said, "Available": said})) == (expected, "why"), reason
