@@ -159,7 +159,7 @@ def observe_fetching(
                     key=key,
                     phase=status.get("phase", "Pending"),
                     created_at=made_at,
-                    message=str(status.get("message") or pod_words.message(status.get("containerStatuses") or [], {})),
+                    message=str(status.get("message") or pod_words.message(*_containers(status), {})),
                     terminating="deletionTimestamp" in meta,
                     placed=bool((pod.get("spec") or {}).get("nodeName")),
                     outlived=made_at < (node_made_at(node) or 0.0),
@@ -168,13 +168,20 @@ def observe_fetching(
     return tuple(sorted(found, key=lambda pod: pod.name))
 
 
+def _containers(status: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """A pod's own, and those that others put before them (a mesh, an injector) and that have not come through: ours wait."""
+    before = status.get("initContainerStatuses") or []
+    return status.get("containerStatuses") or [], [container for container in before if not container.get("ready")]
+
+
 def _pod(pod: Object, leaving: str, sick: str, serving: bool, told: bool, busy: float | None) -> ObservedPod:
     meta, status = pod["metadata"], pod.get("status") or {}
     labels, notes = meta["labels"], meta.get("annotations") or {}
     conditions = {c.get("type"): c for c in status.get("conditions") or []}
     ready = conditions.get("Ready", {})
     scheduled = conditions.get("PodScheduled", {})
-    containers = status.get("containerStatuses") or []
+    containers, before = _containers(status)
+    everyone = [*containers, *before]
     node, made_at = pod["spec"].get("nodeName"), _time(meta.get("creationTimestamp"))
     return ObservedPod(
         name=meta["name"],
@@ -191,11 +198,11 @@ def _pod(pod: Object, leaving: str, sick: str, serving: bool, told: bool, busy: 
         created_at=made_at or 0.0,
         ready_since=_told_at(ready, made_at) if ready.get("status") == "True" else None,
         unready_since=None if ready.get("status") == "True" else _told_at(ready, made_at) or made_at,
-        message=pod_words.message(containers, scheduled),
+        message=pod_words.message(containers, before, scheduled),
         unschedulable=scheduled.get("status") == "False" and scheduled.get("reason") in NO_NODE,
         gated=scheduled.get("status") == "False" and scheduled.get("reason") == "SchedulingGated",
-        restarts=sum(container.get("restartCount", 0) for container in containers),
-        blocked=pod_words.is_blocked(containers),
+        restarts=sum(container.get("restartCount", 0) for container in everyone),
+        blocked=pod_words.is_blocked(everyone),
         silent=pod_words.is_silent(containers, ready) and FLIP not in notes,
         crashes=sum(_crashes(container) for container in containers if container.get("name") == WORKER),
         compat=notes.get(COMPAT, ""),
@@ -323,14 +330,15 @@ def observe_router(deployment: Object | None, pods: Iterable[Object]) -> RouterV
 
 def _router_pod(pod: Object) -> RouterPod:
     meta, status = pod["metadata"], pod.get("status") or {}
-    containers = status.get("containerStatuses") or []
-    ends = [_time(((one.get("lastState") or {}).get("terminated") or {}).get("finishedAt")) for one in containers]
+    containers, before = _containers(status)
+    everyone = [*containers, *before]
+    ends = [_time(((one.get("lastState") or {}).get("terminated") or {}).get("finishedAt")) for one in everyone]
     return RouterPod(
         name=meta["name"],
         created_at=_time(meta.get("creationTimestamp")) or 0.0,
         ready=any((c.get("type"), c.get("status")) == ("Ready", "True") for c in status.get("conditions") or []),
-        message=pod_words.message(containers, _scheduled(status)),
-        restarts=sum(one.get("restartCount", 0) for one in containers),
+        message=pod_words.message(containers, before, _scheduled(status)),
+        restarts=sum(one.get("restartCount", 0) for one in everyone),
         ended_at=max((at for at in ends if at is not None), default=None),
         pending=status.get("phase", "Pending") == "Pending",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from fleet_operator.cluster.interface import Object
@@ -46,9 +46,18 @@ def is_silent(containers: Iterable[Mapping[str, Any]], ready: Mapping[str, Any])
     return ready.get("status") == "False" and bool(fell_at and begun and all(at and at < fell_at for at in begun))
 
 
-def message(containers: Iterable[Mapping[str, Any]], scheduled: Mapping[str, Any]) -> str:
-    """The most telling words of a pod that is not ready; `scheduled`: its condition."""
-    containers = list(containers)
+def message(containers: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], scheduled: Mapping[str, Any]) -> str:
+    """The most telling words of a pod that is not ready; `scheduled`: its condition. `before`: what others put before its own
+    containers, each of which is named."""
+    if words := _of_containers(containers):
+        return words
+    for container in before:
+        if words := _of_containers([container]):
+            return f"{container.get('name')}: {words}"
+    return str(scheduled.get("message", ""))[-WORDS_MOST:] if scheduled.get("status") == "False" else ""
+
+
+def _of_containers(containers: Sequence[Mapping[str, Any]]) -> str:
     for container in containers:
         for state in (container.get("state") or {}, container.get("lastState") or {}):
             ended = state.get("terminated")
@@ -59,7 +68,7 @@ def message(containers: Iterable[Mapping[str, Any]], scheduled: Mapping[str, Any
         reason = str(waiting.get("reason") or "")
         if words := str(waiting.get("message") or ("" if reason in BEGINNING else reason)):
             return words[-WORDS_MOST:]
-    return str(scheduled.get("message", ""))[-WORDS_MOST:] if scheduled.get("status") == "False" else ""
+    return ""
 
 
 def refused(deployment: Object) -> str:

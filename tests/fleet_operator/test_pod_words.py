@@ -60,6 +60,37 @@ def test_a_worker_that_is_not_ready(container: dict[str, Any], message: str, blo
     assert (seen.message, seen.blocked) == (message, blocked)
 
 
+BEGINS = {"name": "worker", "state": {"waiting": {"reason": "PodInitializing"}}, "lastState": {}, "restartCount": 0}
+
+
+@pytest.mark.parametrize(
+    ("first", "message", "blocked", "restarts"),
+    [
+        ({"state": {"waiting": {"reason": "ImagePullBackOff", "message": PULL}}}, f"mesh: {PULL}", True, 0),
+        (
+            {"state": {"waiting": {"reason": "CrashLoopBackOff", "message": BACK_OFF}}, "lastState": ended(1, message="no CA")},
+            "mesh: no CA",
+            False,
+            3,
+        ),
+        ({"state": {"running": {}}}, "", False, 0),
+        ({"state": ended(0, reason="Completed"), "ready": True, "lastState": ended(1, message="no CA")}, "", False, 0),
+    ],
+    ids=["no-image", "ends-again-and-again", "runs", "done"],
+)
+def test_a_container_that_others_put_before_ours_is_named(first: dict[str, Any], message: str, blocked: bool, restarts: int):
+    """A mesh or an injector adds it. While it failed the worker was only late, and the status said to look at the log of the
+    worker, which had not begun."""
+    told = {"name": "mesh", "ready": False, "restartCount": 3 if restarts or first.get("ready") else 0, **first}
+    status = {"phase": "Pending", "containerStatuses": [BEGINS], "initContainerStatuses": [told]}
+    labels = {"inferencefleet.io/role": "decode", "inferencefleet.io/tier": "t"}
+    pod = {"metadata": {"name": "f-t-decode-a-0", "uid": "u", "labels": labels}, "spec": {"nodeName": "gpu-a"}, "status": status}
+    (seen,) = observe_pods([pod])
+    assert (seen.message, seen.blocked, seen.restarts, seen.crashes) == (message, blocked, restarts, 0)
+    (router,) = observe_router({"spec": {}}, [pod]).pods
+    assert (router.message, router.restarts) == (message, restarts)
+
+
 CAUSE = "EngineDied: " + "x" * 288
 
 
