@@ -14,6 +14,7 @@ from fleet_operator.leftovers import ENDED
 from fleet_operator.names import (
     COMPAT,
     FETCH,
+    FETCH_CONTAINER,
     FETCH_NODE,
     FLIP,
     FLIP_SINCE,
@@ -157,7 +158,7 @@ def observe_fetching(
                     uid=meta["uid"],
                     node=node,
                     key=key,
-                    phase=status.get("phase", "Pending"),
+                    phase=_phase_of_fetch(status),
                     created_at=made_at,
                     message=str(status.get("message") or pod_words.message(*_containers(status), {})),
                     terminating="deletionTimestamp" in meta,
@@ -166,6 +167,17 @@ def observe_fetching(
                 )
             )
     return tuple(sorted(found, key=lambda pod: pod.name))
+
+
+def _phase_of_fetch(status: Mapping[str, Any]) -> str:
+    """It is over when its own container ended: one that a mesh put beside it runs on, and its pod with it."""
+    own: Mapping[str, Any] = next(
+        (one for one in status.get("containerStatuses") or [] if one.get("name") == FETCH_CONTAINER), {}
+    )
+    ended = (own.get("state") or {}).get("terminated")
+    if ended is None:
+        return str(status.get("phase", "Pending"))
+    return "Failed" if ended.get("exitCode", 0) else "Succeeded"
 
 
 def _containers(status: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:

@@ -280,6 +280,21 @@ def test_whether_a_fetching_pod_has_its_node_is_seen(spec: dict[str, Any], place
     assert (found.phase, found.placed) == ("Pending", placed)
 
 
+@pytest.mark.parametrize(
+    ("code", "phase", "seen"),
+    [(0, "Running", "Succeeded"), (1, "Running", "Failed"), (None, "Running", "Running"), (0, "Failed", "Succeeded")],
+    ids=["came", "failed", "runs", "came-and-its-pod-was-too-long"],
+)
+def test_a_fetch_is_over_when_it_ended_though_somebodys_sidecar_runs_on(code: int | None, phase: str, seen: str):
+    """A mesh adds one to every pod. The pod that fetched ran for ever, its node never had the model, and no node behind
+    prefetch.parallel such ones fetched anything; one that failed was not tried again for six hours."""
+    state = {"running": {}} if code is None else {"terminated": {"exitCode": code}}
+    containers = [{"name": "mesh", "ready": True, "state": {"running": {}}}, {"name": "fetch", "state": state}]
+    meta = {"name": "p", "uid": "u", "labels": {FETCH: "k"}}
+    (found,) = observe_fetching([{"metadata": meta, "status": {"phase": phase, "containerStatuses": containers}}])
+    assert found.phase == seen
+
+
 def test_a_machine_that_was_replaced_under_its_name_fetches_again():
     async def scenario() -> None:
         world = World()

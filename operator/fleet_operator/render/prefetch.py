@@ -7,7 +7,7 @@ from typing import Final
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.podtemplate import PodTemplateSpec
 from fleet_operator.cluster.interface import Object
-from fleet_operator.names import FETCH, FETCH_NODE, FETCH_ROLE, ROLE, TIER, labels, owner_reference
+from fleet_operator.names import FETCH, FETCH_CONTAINER, FETCH_NODE, FETCH_ROLE, ROLE, TIER, labels, owner_reference
 from fleet_operator.render.template import extend_volumes, rendered, security, tolerations
 from fleet_operator.render.worker import model_volumes, token_env
 from fleet_operator.settings import Platform
@@ -33,7 +33,7 @@ def render_fetch(fleet: InferenceFleet, wanted: FetchWanted, owner: Object, plat
     spec: Object = {
         "containers": [
             {
-                "name": "fetch",
+                "name": FETCH_CONTAINER,
                 "image": fleet.spec.engine.image or platform.worker_image,
                 "imagePullPolicy": "IfNotPresent",
                 "command": ["fleet-worker", "fetch"],
