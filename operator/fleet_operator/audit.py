@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from fleet_operator.cluster.interface import FLEET, NODE, Cluster, ClusterError, Kind, WatchEvent
+from fleet_operator.names import FLEET as FLEET_LABEL
 from fleet_operator.names import MANAGED_BY, MANAGER
 from fleet_operator.reconciler import Reconciler
 
@@ -34,13 +35,16 @@ async def audit(cluster: Cluster, reconciler: Reconciler, kinds: Sequence[Kind],
 
 
 async def audit_kind(cluster: Cluster, reconciler: Reconciler, kind: Kind, namespace: str | None) -> int:
-    """Tell the reconciler what the watch of this kind has not; how many objects."""
+    """Tell the reconciler what the watch of this kind has not; how many objects. One that has our label and no fleet's is not
+    kept, so it is found each time: nobody missed it."""
     listed = await cluster.versions(kind, namespace, None if kind in (FLEET, NODE) else {MANAGED_BY: MANAGER})
     changed, gone = reconciler.missed(kind, listed, () if namespace is None else (namespace,))
+    missed = len(changed) + len(gone)
     for where, name in changed:
         found = await cluster.find(kind, where or None, name)
         if found is not None:  # else gone since: the watch or the next audit tells
             reconciler.feed(kind, WatchEvent("MODIFIED", found))
+            missed -= kind not in (FLEET, NODE) and FLEET_LABEL not in (found["metadata"].get("labels") or {})
     for lost in gone:
         reconciler.feed(kind, WatchEvent("DELETED", lost))
-    return len(changed) + len(gone)
+    return missed

@@ -27,6 +27,7 @@ from fleet_operator.cluster.interface import (
 )
 from fleet_operator.fleet_objects import FleetObjects
 from fleet_operator.fleet_state import FleetState
+from fleet_operator.names import MANAGED_BY, MANAGER
 from fleet_operator.pace import ASKED_MOST_S, HELD_MOST_S, MOST_S, VAIN_BURST, VAIN_PER_S, Pace
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
 
@@ -153,6 +154,19 @@ def test_an_audit_tells_of_deletions_that_no_watch_told(kind: Any):
         await world.settle()
         assert await world.exists(FLEET, "f") == (kind != FLEET)
         assert (await world.workers())["decode"] == (0 if kind == FLEET else 2)
+
+    play(scenario)
+
+
+def test_what_is_of_no_fleet_was_not_missed():
+    """An object with our label of all objects and no fleet's: the log said every 40 s, for ever, that the watch had not told of
+    it, and who read that looked for what was wrong with the API server."""
+
+    async def scenario(world: World) -> None:
+        labels = {MANAGED_BY: MANAGER}
+        copy = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x", "namespace": NAMESPACE, "labels": labels}}
+        await world.user.apply(copy)
+        assert [await audit_kind(world.store, world.operator, CONFIG_MAP, NAMESPACE) for _ in range(2)] == [0, 0]
 
     play(scenario)
 
