@@ -7,6 +7,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import AsyncIterator
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fleet_router.epp.messages import (
     BUFFERED,
     FULL_DUPLEX,
     HEALTH,
+    NOT_SERVING,
     SERVICE,
     SERVING,
     HealthCheckRequest,
@@ -130,6 +132,56 @@ def test_what_waits_when_the_picker_goes_is_told_why():
         rig.context.desk.gate.running = 0
 
     run(go, prefill=0, config=msgspec.structs.replace(CONFIG, worker_slots=1))
+
+
+def test_a_picker_that_goes_answers_who_asks_until_gateways_have_left():
+    """gRPC throws away what a server that stops has not accepted, and what comes until the gateway has read its GOAWAY: up to 11
+    of 24 requests under way were 500 at an Envoy that heard of the end at the same moment."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        picker = EndpointPicker(rig.context, lambda: "", "FailClose")
+        port = await picker.start("127.0.0.1", 0)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            asked = channel.stream_stream(
+                f"/{SERVICE}/Process", request_serializer=ProcessingRequest.SerializeToString,
+                response_deserializer=ProcessingResponse.FromString,
+            )  # fmt: skip
+
+            async def answered() -> bool:
+                call = asked()
+                await call.write(head_of())
+                await call.write(body_of(ask(prompt="short")))
+                kind = (await call.read()).WhichOneof("response")
+                await call.done_writing()
+                return kind == "request_headers"
+
+            check = channel.unary_unary(
+                f"/{HEALTH}/Check", request_serializer=HealthCheckRequest.SerializeToString,
+                response_deserializer=HealthCheckResponse.FromString,
+            )  # fmt: skip
+            assert await answered()
+            rig.context.draining = True
+            stopping = asyncio.create_task(picker.stop(30))
+            for _ in range(6):
+                await asyncio.sleep(0.2)
+                assert await answered()
+            health = [(await check(HealthCheckRequest(service=one))).status for one in ("readiness", "liveness")]
+            assert health == [NOT_SERVING, SERVING]
+            await asyncio.wait_for(stopping, 5)  # and does not wait for more when nobody asks
+
+    run(go, prefill=0)
+
+
+def test_gateways_that_do_not_leave_are_waited_for_no_longer_than_half_of_the_time():
+    async def go(rig: Rig) -> None:
+        picker = EndpointPicker(rig.context, lambda: "", "FailClose")
+        await picker.start("127.0.0.1", 0)
+        since, picker._asked_at = asyncio.get_running_loop().time(), inf
+        await picker.stop(0.6)
+        assert 0.3 <= asyncio.get_running_loop().time() - since < 0.6
+
+    run(go, prefill=0)
 
 
 @contextlib.asynccontextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from math import inf
 from typing import Any, Final, Literal
 
 import grpc
@@ -48,6 +49,12 @@ PINGS_MS: Final = 200
 it is closed after the third time, with all requests on it."""
 TOLD_S: Final = 0.25
 """For the last words to a gateway."""
+LEAVING_S: Final = 10.0
+"""A router that is told to go answers what gateways ask for so long: by then who reads endpoints, or asks for our health each few
+seconds, asks another one. gRPC has no GOAWAY of which the gateway hears first: a server that stops throws away what it has not
+accepted, and what is on its way."""
+QUIET_S: Final = 1.0
+"""When nobody has asked for so long, all of them have left."""
 MESSAGE_BYTES_MOST: Final = 16 * 1024 * 1024
 """Above what a gateway that buffers may send as one body; the body's own bound is the router's."""
 
@@ -60,6 +67,8 @@ class EndpointPicker:
         self.exchanges: set[Exchange] = set()
         """Requests that gateways proxy now."""
         self._server: Any = None
+        self._asked_at = -inf
+        """When a gateway has asked last."""
 
     async def start(self, host: str, port: int, tls: Certificates | None = None, *, shared: bool = False) -> int:
         """Listen; the port. OSError when the address is taken. `shared`: with other processes of ours."""
@@ -102,10 +111,11 @@ class EndpointPicker:
         return bound
 
     async def stop(self, grace_s: float) -> None:
-        """No new streams; what runs may end within `grace_s`. For whom nothing is decided then is told so: a call that is only
-        cancelled is a 500 at the gateway."""
+        """No new streams once the gateways have left; what runs may end within `grace_s`. For whom nothing is decided then is
+        told so: a call that is only cancelled is a 500 at the gateway."""
         if self._server is None:
             return
+        grace_s -= await self._left(min(LEAVING_S, grace_s / 2))
         stopping = asyncio.create_task(self._server.stop(grace_s + TOLD_S))
         await asyncio.wait({stopping}, timeout=grace_s)
         for exchange in list(self.exchanges):
@@ -114,6 +124,16 @@ class EndpointPicker:
             except Exception as error:
                 self._context.desk.faults.end(error, exchange.fail)
         await stopping
+
+    async def _left(self, most_s: float) -> float:
+        """Until gateways ask no more, `most_s` at most; how long that took."""
+        clock = asyncio.get_running_loop().time
+        since = clock()
+        while True:
+            left_s = min(since + most_s, self._asked_at + QUIET_S) - clock()
+            if left_s <= 0:
+                return clock() - since
+            await asyncio.sleep(left_s)
 
     def sweep(self, now: float) -> None:
         """Twice a second: deadlines."""
@@ -129,6 +149,7 @@ class EndpointPicker:
                 await call.abort(grpc.StatusCode.UNAVAILABLE, why)
             yield refused(RequestError(503, why, code="not_ready"), b"", "")
             return
+        self._asked_at = asyncio.get_running_loop().time()
         exchange = Exchange(self._context)
         self.exchanges.add(exchange)
         try:
@@ -143,4 +164,5 @@ class EndpointPicker:
             return HealthCheckResponse(status=SERVING)
         if request.service not in ("", "readiness", SERVICE):
             return HealthCheckResponse(status=UNKNOWN)
-        return HealthCheckResponse(status=NOT_SERVING if self._not_ready() else SERVING)
+        leaving = self._context.draining  # who asks another one now loses nothing
+        return HealthCheckResponse(status=NOT_SERVING if leaving or self._not_ready() else SERVING)
