@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fleet_router.gossip.link import GossipSettings
 from fleet_router.members import OWN_KEY, Member
+from fleet_router.stops import ignore_reload
 from fleet_router.tls import TlsFiles
 from fleet_wire.peerkey import PEER_KEY_ENV, PEER_SCOPE_ENV
 
@@ -181,6 +182,7 @@ def main() -> int:
     """Serve until told to stop."""
     # what follows takes a second, in which the first process of a container would not even hear it
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    ignore_reload()
     given = arguments(sys.argv[1:])
     huge_pages()
     import uvloop

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import signal
 import sys
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
@@ -44,6 +43,7 @@ from fleet_router.paths import DECISIONS, HELD
 from fleet_router.port import Port
 from fleet_router.prewarm import Prewarm
 from fleet_router.server import ClientConnection
+from fleet_router.stops import ending
 from fleet_router.tls import Certificates, Certified, TlsError, TlsFiles
 from fleet_router.watching import Connection, Probes, Returns, watch
 from fleet_router.workers import WorkerTable, place_of, slots_of
@@ -265,7 +265,7 @@ class Router:
                 await port.close()
             return 1
         stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ending():
             loop.add_signal_handler(number, stop.set)
         self._journal.say("listening", host=self._settings.host, port=self._settings.port, compiled=COMPILED)
         tasks = [asyncio.create_task(task) for task in self._tasks()]

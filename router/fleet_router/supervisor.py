@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from fleet_router.explain.journal import Journal
 from fleet_router.members import OWN_KEY
 from fleet_router.port import listening
+from fleet_router.stops import ending
 
 AGAIN_S = 1.0
 QUICK_S = 5.0
@@ -37,7 +38,7 @@ class Supervisor:
         if not await self._is_free():
             return 1
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ending():
             loop.add_signal_handler(number, self._stop.set)
         key = _key_file() if own_key else None
         return max(await asyncio.gather(*(self._keep(index, key) for index in range(self._size))))

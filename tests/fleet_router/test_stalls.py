@@ -16,12 +16,13 @@ from fleet_router import __main__ as command
 @pytest.fixture
 def as_it_was() -> Iterator[None]:
     """What the command sets for its whole process."""
-    before = sys.getswitchinterval(), gc.get_threshold(), signal.getsignal(signal.SIGTERM)
+    before = sys.getswitchinterval(), gc.get_threshold(), signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)
     yield
     sys.setswitchinterval(before[0])
     gc.set_threshold(*before[1])
     gc.unfreeze()
     signal.signal(signal.SIGTERM, before[2])
+    signal.signal(signal.SIGHUP, before[3])
 
 
 @pytest.mark.usefixtures("as_it_was")
