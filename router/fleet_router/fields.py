@@ -9,7 +9,7 @@ import msgspec
 
 from fleet_router.asked import MayBeLarge
 from fleet_router.errors import RequestError
-from fleet_router.unparsed import guilty_field
+from fleet_router.unparsed import guilty_field, why
 from fleet_wire.unreadable import UNREADABLE
 
 LARGE_BYTES: Final = 262_144
@@ -40,7 +40,7 @@ def fields_of(body: bytes) -> dict[str, msgspec.Raw]:
 def not_an_object(body: bytes, error: Exception) -> RequestError:
     """Of a body that cannot be read: which field it is, where that can be told."""
     field = guilty_field(body)
-    told = f"the body is not a JSON object: {f'{field}: ' if field else ''}{error}"
+    told = f"the body is not a JSON object: {f'{field}: ' if field else ''}{why(body, error)}"
     return RequestError(400, told, code="invalid_json", param=field)
 
 

@@ -18,6 +18,12 @@ DEPTH_MOST: Final = 900
 """No decoder of ours comes through so many brackets."""
 NAME_MOST: Final = 64
 _TOKEN: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{},:]', re.S)
+_BYTE: Final = re.compile(r"\(byte (\d+)\)")
+_HALF: Final = re.compile(rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})(?=[^\\]|\\[^u])")
+"""The first half of a character, which another thing than an escape follows."""
+_PAIR: Final = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_HALVES: Final = re.compile(rb"(\\u[dD][89a-fA-F][0-9a-fA-F]{2})(?:\\u[0-9a-fA-F]{4})?")
+_HALF_BYTES: Final = 6
 _VALUE: Final = msgspec.json.Decoder(msgspec.Raw)
 _NAME: Final = msgspec.json.Decoder(str)
 
@@ -31,6 +37,23 @@ def guilty_field(body: bytes) -> str | None:
         if not _readable(look[begin : end if end >= 0 else None]):
             return name or None
     return None
+
+
+def why(body: bytes, error: Exception) -> str:
+    """What is wrong with it. Of half of a character (a client cut its text inside of one) decoders say that the data ends, or an
+    escape, and where; a whole body does not seem to have any such end."""
+    found = half(body, _BYTE.search(str(error)))
+    return f"{found} is half of a character: a text was cut inside of one" if found else str(error)
+
+
+def half(body: bytes, told: re.Match[str] | None) -> str:
+    """The escape that ends at the byte that was `told`; where none was, in the last bytes. Empty: none does."""
+    if told is None:
+        found = _HALF.search(body[-4 * _HALF_BYTES :])
+    else:
+        before = body[max(0, int(told[1]) - 2 * _HALF_BYTES) : int(told[1])]
+        found = None if _PAIR.fullmatch(before) else _HALVES.fullmatch(before[-_HALF_BYTES:]) or _HALVES.fullmatch(before)
+    return found[1].decode() if found is not None else ""
 
 
 def _values(look: bytes) -> Iterator[tuple[str, int, int]]:

@@ -9,6 +9,7 @@ import pytest
 
 from fleet_router.config import RouterConfig
 from fleet_router.errors import RequestError
+from fleet_router.fields import fields_of
 from fleet_router.request import decode_body, parse_body, prefill_body
 from fleet_router.unparsed import LOOK_BYTES, guilty_field
 from tests.fleet_router.bombs import BODY_MOST, PATHS, with_bomb
@@ -79,6 +80,38 @@ def test_looking_for_it_holds_nobody_up(piece: bytes):
         guilty_field(body)
         took.append(time.thread_time() - begun)
     assert min(took) < 0.025
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("behind", ["", "x", "x" * 40, "\\n", "\\u0041", "\\ud83d"])
+@pytest.mark.parametrize("before", ["", "x" * 40, "\\\\", "\\ud83d\\ude00", "x" * 40_000])
+@pytest.mark.parametrize("half", ["\\ud83d", "\\uDE00"])
+def test_half_of_a_character_is_named(path: bytes, half: str, before: str, behind: str):
+    """JavaScript cuts a text where it likes, and writes what is left of an emoji so. Its client was told that its data was
+    truncated, which it was not, or of the end of a hex escape."""
+    refused = answered(path, with_bomb(path, list(PATHS[path])[-1], f'"{before}{half}{behind}"'.encode()))[0]
+    assert refused is not None
+    assert refused.status == 400
+    assert "is half of a character: a text was cut inside of one" in str(refused)
+    assert half in str(refused)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        pytest.param(b'{"a":"\\ud83d', "truncated", id="the body ends there"),
+        pytest.param(b'{"a":"\\ud83d\\', "truncated", id="in the midst of a pair"),
+        pytest.param(b'{"a":"\\ud83d\\ude', "truncated", id="in its second half"),
+        pytest.param(b'{"a":"\\\\ud83d"', "truncated", id="no escape"),
+        pytest.param(b'{"a":"\\ud83d\\ude00\x01"}', "invalid character", id="behind a whole pair"),
+        pytest.param(b'{"a":"\\u12x4"}', "escape", id="another escape"),
+    ],
+)
+def test_what_is_wrong_otherwise_is_said_as_it_was(body: bytes, said: str):
+    with pytest.raises(RequestError) as found:
+        fields_of(body)
+    assert said in str(found.value)
+    assert "half" not in str(found.value)
 
 
 TWICE = {
