@@ -47,11 +47,15 @@ class Lingering:
         transport.resume_reading()
 
     def read(self, size_bytes: int) -> None:
-        """So much came, and goes to nobody."""
+        """So much came, and goes to nobody. Over TLS a loop that is told to close reads on until the other end has closed, too,
+        for seconds: who has taken its answer and still sends is cut off."""
         self._came = True
         self._left_bytes -= size_bytes
         if self._left_bytes < 0 and not self._transport.is_closing():
-            self._transport.close()
+            if self._flushes or untaken(self._transport):
+                self._transport.close()
+            else:
+                self._transport.abort()
 
     def sweep(self, now: float) -> None:
         """Called twice a second."""
