@@ -68,8 +68,8 @@ $(PARTS:%=unit-%): unit-%: setup helm
 unit-rest: setup helm # all that `unit` has beside the parts
 	$(RUN) pytest tests --ignore tests/conformance $(PARTS:%=--ignore tests/fleet_%)
 
-compiled: setup ## the router's tests on its compiled data path: what images ship
-	@if compiled=$$($(RUN) python router/compile.py); then export PYTHONPATH=$$compiled; \
+compiled: setup ## the router's tests on its compiled data path and on its loop: what images ship
+	@if compiled=$$($(RUN) python router/compile.py); then export PYTHONPATH=$$compiled FLEET_TEST_LOOP=uvloop; \
 	  $(RUN) python -c 'from fleet_router.metrics import COMPILED; assert COMPILED' && $(RUN) pytest tests/fleet_router; \
 	elif [ $$? = 1 ]; then echo "THE COMPILED ROUTER WAS NOT TESTED: what it needs is not here, see above"; \
 	else exit 1; fi

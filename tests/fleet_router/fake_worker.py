@@ -49,40 +49,47 @@ class FakeWorker:
         self.readers[writer] = reader
         try:
             while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                lines = (line.partition(":") for line in head.decode().split("\r\n")[1:] if line)
-                self.headers.append({name.lower(): value.strip() for name, _, value in lines})
-                self.request_ids.append(self.headers[-1].get("x-request-id", ""))
-                raw = await received(reader, self.headers[-1])
-                if not raw:
-                    answer(writer, 404, {})
-                    continue
-                try:
-                    body = json.loads(raw)
-                except ValueError:
-                    answer(writer, 400, {"error": {"message": "no JSON", "type": "BadRequestError"}})
-                    continue
-                if b"/kv/release" in head:
-                    self.released.append(body.get("lease_id") or body["request_id"])
-                    if self.hold_releases is not None:
-                        await self.hold_releases.wait()
-                    answer(writer, 200, {"released": True})
-                    continue
-                self.seen.append(body)
-                if self.behave is not None and await self.behave(body, writer):
-                    continue
-                if body.get("kv_transfer_params", {}).get("do_remote_decode"):
-                    answer(writer, 200, {"choices": [], "kv_transfer_params": REFERENCE})
-                elif body.get("stream"):
-                    await stream(writer, ["a", "b", "c"])
-                else:
-                    answer(writer, 200, {"choices": [{"text": "hello"}]})
-                await writer.drain()
+                await self._serve_one(reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError):
+            self.closed_early += 1
+        except RuntimeError:  # what uvloop makes of a write on a connection that was closed
+            if not writer.is_closing():
+                raise
             self.closed_early += 1
         finally:
             del self.readers[writer]
             writer.close()
+
+    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        lines = (line.partition(":") for line in head.decode().split("\r\n")[1:] if line)
+        self.headers.append({name.lower(): value.strip() for name, _, value in lines})
+        self.request_ids.append(self.headers[-1].get("x-request-id", ""))
+        raw = await received(reader, self.headers[-1])
+        if not raw:
+            answer(writer, 404, {})
+            return
+        try:
+            body = json.loads(raw)
+        except ValueError:
+            answer(writer, 400, {"error": {"message": "no JSON", "type": "BadRequestError"}})
+            return
+        if b"/kv/release" in head:
+            self.released.append(body.get("lease_id") or body["request_id"])
+            if self.hold_releases is not None:
+                await self.hold_releases.wait()
+            answer(writer, 200, {"released": True})
+            return
+        self.seen.append(body)
+        if self.behave is not None and await self.behave(body, writer):
+            return
+        if body.get("kv_transfer_params", {}).get("do_remote_decode"):
+            answer(writer, 200, {"choices": [], "kv_transfer_params": REFERENCE})
+        elif body.get("stream"):
+            await stream(writer, ["a", "b", "c"])
+        else:
+            answer(writer, 200, {"choices": [{"text": "hello"}]})
+        await writer.drain()
 
 
 async def received(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:

@@ -71,7 +71,8 @@ def test_a_peer_whose_name_cannot_be_looked_up_for_a_while_is_spoken_to_all_the_
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
-    asyncio.run(go())
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:  # uvloop's look-up cannot be replaced
+        runner.run(go())
 
 
 def test_gossip_begins_once_its_port_is_free_also_beside_other_processes(tmp_path: Path):
