@@ -1,10 +1,10 @@
 """How many workers each role of a tier should have. Pure: telemetry with its age, memory and the clock come in as values.
 
-A role needs in-flight requests ÷ target per worker, plus its warm workers; a role whose latency objective is missed needs one
-more than it has, once all that it has are ready, and were for all of the time that was measured: those that still come up, or
-have just come, may be enough. Growing is immediate; shrinking waits until a smaller number was enough for a whole window. No
-data, stale data or nonsense means hold: what is asked for stays, and after a whole window of it another one must pass first, as
-after a restart.
+A role needs requests in flight (also those that wait in routers) ÷ target per worker, plus its warm workers; a role whose latency
+objective is missed needs one more than it has, once all that it has are ready, and were for all of the time that was measured:
+those that still come up, or have just come, may be enough. Growing is immediate; shrinking waits until a smaller number was
+enough for a whole window. No data, stale data or nonsense means hold: what is asked for stays, and after a whole window of it
+another one must pass first, as after a restart.
 """
 
 from __future__ import annotations

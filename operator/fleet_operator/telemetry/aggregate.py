@@ -16,6 +16,8 @@ from fleet_planner.types import Demand, KvProof, RevisionLoad, RoleLoad, TierTel
 TTFT = "fleet_router_ttft_seconds"
 ITL = "fleet_router_itl_seconds"
 SENT = "fleet_router_inflight"
+QUEUED = "fleet_router_queue_length"
+"""Routers: requests that no worker was sent, because all run as many as they can."""
 REQUESTS = "fleet_router_revision_requests_total"
 ERRORS = "fleet_router_revision_errors_total"
 RUNNING = "vllm:num_requests_running"
@@ -44,7 +46,21 @@ MOVED = "fleet_router_pair_moved"
 HELD = "fleet_router_held"
 ARRIVALS = "fleet_router_arrivals_total"
 METRICS = frozenset(
-    {f"{TTFT}_bucket", f"{ITL}_bucket", SENT, REQUESTS, ERRORS, RUNNING, WAITING, TRANSFERS, BLOCKS, BYTES, FAILED, HANDED}
+    {
+        f"{TTFT}_bucket",
+        f"{ITL}_bucket",
+        SENT,
+        QUEUED,
+        REQUESTS,
+        ERRORS,
+        RUNNING,
+        WAITING,
+        TRANSFERS,
+        BLOCKS,
+        BYTES,
+        FAILED,
+        HANDED,
+    }
     | {TRANSPORT, GBPS, MEMLOCK, HELD, ARRIVALS, LATE, LEASES, PAIR, MOVED, STARTED, ROLE_SAID}
 )
 """Every metric that anything here reads."""
@@ -190,8 +206,9 @@ def _load(
     ttft: float | None,
     itl: float | None,
 ) -> RoleLoad:
-    """In flight: the larger of what routers sent and what engines hold. A role with an unreadable worker is still known when
-    every router can be read, because they know all that they sent; else it is unknown. As old as the oldest reading in it."""
+    """In flight: the larger of what routers sent or let wait and what engines hold. A role with an unreadable worker is still
+    known when every router can be read, because they know all that they sent; else it is unknown. As old as the oldest reading
+    in it."""
     mine = [worker for worker in workers if worker.role == role]
     sent = _sum([_sent(reading, role, tier) for reading in routers])
     held = _sum([_held(worker) for worker in mine])
@@ -205,11 +222,21 @@ def _load(
 
 
 def _sent(reading: Reading | None, role: Role, tier: str) -> float | None:
-    """A router that has sent nothing yet has no line of it."""
+    """With its part of those that wait in the router: they are taken to want what those want that run. Workers are sent no more
+    than they run at once, and where scaling aims at as many the tier would never grow, whoever waits and is turned away."""
     if reading is None:
         return None
-    said = total(reading.samples, SENT, role=role, tier=tier) is not None
-    return _load_of(reading, SENT, role=role, tier=tier) if said else 0.0
+    sent, waiting = _told(reading, SENT, role=role, tier=tier), _told(reading, QUEUED)
+    if sent is None or waiting is None:
+        return None
+    every = _told(reading, SENT) if sent and waiting else None
+    return sent * (1 + waiting / every) if every else sent
+
+
+def _told(reading: Reading, name: str, **labels: str) -> float | None:
+    """A router that has sent nothing yet has no line of it."""
+    said = total(reading.samples, name, **labels) is not None
+    return _load_of(reading, name, **labels) if said else 0.0
 
 
 def _held(worker: WorkerReading) -> float | None:

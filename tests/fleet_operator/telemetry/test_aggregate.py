@@ -55,6 +55,34 @@ def test_inflight(workers: list[WorkerReading], routers: list[Reading | None], e
     assert inflight(workers, routers) == expected
 
 
+def queue(*lengths: str) -> str:
+    return "\n".join(f'fleet_router_queue_length{{class="c{at}"}} {length}' for at, length in enumerate(lengths))
+
+
+@pytest.mark.parametrize(
+    ("routers", "expected"),
+    [
+        pytest.param([router(4, 12, more=queue("32"))], (12, 36), id="as-those-that-run"),
+        pytest.param([router(2, 16, more=queue("6", "3", "0"))], (3, 24), id="every-class"),
+        pytest.param([router(4, 12, more=queue("0"))], (4, 12), id="nobody-waits"),
+        pytest.param([router(4, 12, more=queue("16")), router(0, 8)], (8, 32), id="each-router-its-own"),
+        pytest.param(
+            [router(2, 2, more='fleet_router_inflight{role="decode",tier="u"} 4\n' + queue("8"))], (4, 4), id="other-tiers"
+        ),
+        pytest.param([router(0, 0, more=queue("5"))], (1, 1), id="nobody-runs-yet"),
+        pytest.param([router(4, 12, more=queue("-1"))], (1, 1), id="negative"),
+        pytest.param([router(4, 12, more=queue("1e6"))], (1, 1), id="more-than-any-holds"),
+        pytest.param([router(4, 12, more=queue("16")), None], (1, 1), id="a-router-that-is-not-read"),
+    ],
+)
+def test_who_waits_in_a_router_s_queue_is_load_of_the_roles_that_run_its_requests(
+    routers: list[Reading | None], expected: tuple[float, float]
+):
+    """A decode worker is sent engine.maxBatch requests at most: where scaling aims at as many, no number of waiting ones made the
+    tier grow."""
+    assert inflight([worker("prefill", 1), worker("decode", 1)], routers) == expected
+
+
 @pytest.mark.parametrize(
     ("told", "expected"),
     [

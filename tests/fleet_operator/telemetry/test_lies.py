@@ -29,6 +29,7 @@ WORKER = {
 OF_REVISION = '{tier="t",revision="REVISION"}'
 ROUTER = {
     of.SENT + '{role="prefill",tier="t"}': 6.0, of.SENT + '{role="decode",tier="t"}': 60.0, of.HELD: 0.0, of.ARRIVALS: 100.0,
+    of.QUEUED + '{class="default"}': 0.0,
     of.PAIR + '{tier="t",prefill="nobody-0",decode="nobody-1"}': 1.0,
     of.MOVED + '{tier="t",prefill="nobody-2",decode="nobody-1"}': 1.0,
     of.HANDED + '{tier="t"}': 9.0, of.REQUESTS + OF_REVISION: 100.0, of.ERRORS + OF_REVISION: 0.0,
