@@ -31,7 +31,7 @@ from fleet_planner.scale import is_fresh, unusable
 from fleet_planner.types import Demand, Observed
 
 STAY_MOST_S = 1_800.0
-"""A fleet that took longer than this to wake stays for this long."""
+"""A fleet that took longer than this to wake stays for this long. Nor does a wake take longer for which nobody waits any more."""
 NOTHING: Pair = (0, 0)
 
 
@@ -59,6 +59,7 @@ def plan_rest(fleet: InferenceFleet, observed: Observed, sizes: Mapping[str, Pai
     starting = [name for name, size in sizes.items() if size != NOTHING and name not in states and not _serves(name, observed)]
     if starting and not use:
         use = f"tier {starting[0]} has not served yet"
+    use = use or _waking(fleet, observed, sizes, states, now)
     memory = RestMemory(
         used_at=now if use or before.used_at is None else min(before.used_at, now),
         arrivals=before.arrivals if demand is None or demand.arrivals is None else demand.arrivals,
@@ -71,6 +72,23 @@ def plan_rest(fleet: InferenceFleet, observed: Observed, sizes: Mapping[str, Pai
     else:
         found = Rest(frozenset(name for name in resting if sizes[name] == NOTHING), use or "at zero until somebody asks", memory)
     return _with_states(observed, sizes, states, found, now)
+
+
+def _waking(
+    fleet: InferenceFleet, observed: Observed, sizes: Mapping[str, Pair], states: Mapping[str, ZeroStatus], now: float
+) -> str:
+    """That a tier's wake goes on, in words, though whoever woke it may have left: where a model takes longer to load than clients
+    wait and than `idle`, each wake was given up half-way, and nobody was ever answered. Empty where no node comes in time."""
+    for name, size in sizes.items():
+        known = states.get(name)
+        if known is None or known.state != "Waking" or size == NOTHING or _serves(name, observed):
+            continue
+        pods = [pod for pod in observed.pods if pod.tier == name and not pod.terminating]
+        stuck = any(pod.unschedulable and now - pod.created_at >= fleet.spec.scaling.capacity_wait_s for pod in pods)
+        took_s = now - datetime.fromisoformat(known.since).timestamp()
+        if {pod.role for pod in pods} == set(ROLES) and not stuck and took_s < STAY_MOST_S:
+            return f"tier {name} wakes"
+    return ""
 
 
 def _idle_s(memory: RestMemory, demand: Demand | None) -> float:
