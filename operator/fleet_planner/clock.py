@@ -20,6 +20,7 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.status import FlipStatus, HealingStatus, ReplacedStatus, RolloutStatus, TierStatus, ZeroStatus
 from fleet_planner.healed import HealingMemory
 from fleet_planner.memory import ClockMemory, RestMemory, ScaleMemory
+from fleet_planner.too_few import TooFew
 from fleet_planner.types import Observed, ObservedPod, RouterPod, RouterView
 
 FUTURE_S = 60.0
@@ -110,6 +111,7 @@ def _passed(known: ScaleMemory) -> list[float]:
     newest = [known.wants[-1][0]] if known.wants else []
     lacking = [known.lacking[1]] if known.lacking is not None else []
     others = [*[at for _, at in known.healing.since], *[at for _, at, *_ in known.asked]]
+    others += [max(few.at, few.more_at or 0.0) for few in known.too_few if few is not None]
     return [*newest, *[at for _, at in known.gated], *lacking, *others]
 
 
@@ -171,7 +173,7 @@ def _written(pod: ObservedPod) -> tuple[float, ...]:
 
 def _scale(known: ScaleMemory, moved: _Moved) -> ScaleMemory:
     """Times that lie ahead are bounded where they are used: each knows the longest that it may last."""
-    gangs, set_s = known.gangs, moved.set_s
+    gangs, set_s, (prefill, decode) = known.gangs, moved.set_s, known.too_few
     if set_s:
         holds = tuple(replace(hold, until=hold.until + set_s) for hold in gangs.holds)
         gangs = replace(gangs, holds=holds, settle_until=gangs.settle_until + set_s)
@@ -185,8 +187,15 @@ def _scale(known: ScaleMemory, moved: _Moved) -> ScaleMemory:
         gangs=gangs,
         lacking=(known.lacking[0], moved.time(known.lacking[1])) if known.lacking is not None else None,
         asked=tuple([(role, moved.time(at), size, s) for role, at, size, s in known.asked]),
+        too_few=(_few(prefill, moved), _few(decode, moved)),
         healing=_healing(known.healing, moved) if known.healing != HealingMemory() else known.healing,
     )
+
+
+def _few(known: TooFew | None, moved: _Moved) -> TooFew | None:
+    if known is None:
+        return None
+    return replace(known, at=moved.time(known.at), more_at=None if known.more_at is None else moved.time(known.more_at))
 
 
 def _healing(known: HealingMemory, moved: _Moved) -> HealingMemory:

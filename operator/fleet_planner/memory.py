@@ -8,6 +8,10 @@ from typing import Final
 from fleet_api.v1alpha1.status import FlipStatus, ZeroStatus
 from fleet_planner.healed import NOTHING_HEALED, Asked, HealingMemory
 from fleet_planner.roles import Role
+from fleet_planner.too_few import TooFew
+
+Wants = tuple[tuple[float, int, int], ...]
+"""(time, prefill, decode), oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +38,8 @@ class GangMemory:
 class ScaleMemory:
     """What scaling must remember between passes: recent wants, for stabilisation. Kept by the shell, passed in and out."""
 
-    wants: tuple[tuple[float, int, int], ...] = ()
-    """(time, prefill, decode), oldest first, bounded by the window."""
+    wants: Wants = ()
+    """Bounded by the window."""
     cap: tuple[int, int] | None = None
     """What the cluster could hold when it last refused more; None: nothing was refused."""
     cap_until: float = 0.0
@@ -55,6 +59,8 @@ class ScaleMemory:
     """(key of its model, since when a node lacks it); None: every node has it."""
     healing: HealingMemory = NOTHING_HEALED
     asked: Asked = ()
+    too_few: tuple[TooFew | None, TooFew | None] = (None, None)
+    """Of prefill and decode workers, for the role's objective."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 A role needs requests in flight (also those that wait in routers) ÷ target per worker, plus its warm workers; a role whose latency
 objective is missed needs one more than it has, once all that it has are ready, and were for all of the time that was measured:
-those that still come up, or have just come, may be enough. Growing is immediate; shrinking waits until a smaller number was
-enough for a whole window. No data, stale data or nonsense means hold: what is asked for stays, and after a whole window of it
-another one must pass first, as after a restart.
+those that still come up, or have just come, may be enough. Who is missed as soon as they left comes back for longer. Growing is
+immediate; shrinking waits until a smaller number was enough for a whole window. No data, stale data or nonsense means hold: what
+is asked for stays, and after a whole window of it another one must pass first, as after a restart.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from fleet_api.v1alpha1.routing import ScalingSpec, SloSpec
 from fleet_api.v1alpha1.tier import TierSpec
-from fleet_planner.memory import ScaleMemory
-from fleet_planner.ratio import bounds_of, project
+from fleet_planner.memory import ScaleMemory, Wants
+from fleet_planner.ratio import Pair, bounds_of, project
+from fleet_planner.too_few import Reading, TooFew, kept, noted
 from fleet_planner.types import RoleLoad, TierTelemetry
 
 MEMORY_ENTRIES = 512
@@ -67,11 +68,14 @@ def want(inputs: ScaleInputs, telemetry: TierTelemetry | None, memory: ScaleMemo
     if telemetry is None or why:
         return ScaleDecision(prefill, decode, f"holding: {why}", memory, held=True)
     target, missed = inputs.scaling.target_inflight, _missed(inputs, telemetry)
+    loads = telemetry.prefill, telemetry.decode
+    few = _too_few(memory, missed, inputs, loads, now)
     needed = (
-        _needed(telemetry.prefill, target.prefill, inputs.tier.prefill.warm, missed[0]),
-        _needed(telemetry.decode, target.decode, inputs.tier.decode.warm, missed[1]),
+        _needed(loads[0], target.prefill, inputs.tier.prefill.warm, missed[0], few[0], now),
+        _needed(loads[1], target.decode, inputs.tier.decode.warm, missed[1], few[1], now),
     )
-    remembered = _remember(memory, now, needed, inputs.scaling.scale_down_window_s, _stale_after_s(inputs.interval_s))
+    wants = _remember(memory, now, needed, inputs.scaling.scale_down_window_s, _stale_after_s(inputs.interval_s))
+    remembered = ScaleMemory(wants, too_few=few)
     grown = (
         max(needed[0], _floor(remembered, 0, prefill, now, inputs)),
         max(needed[1], _floor(remembered, 1, decode, now, inputs)),
@@ -105,10 +109,22 @@ def _stale_after_s(interval_s: float) -> float:
     return STALE_INTERVALS * interval_s + STALE_SLACK_S
 
 
-def _needed(load: RoleLoad, target: int, warm: int, missed: int) -> int:
-    """`missed`: as many as it takes to meet the objective; 0 while it is met."""
-    busy = math.ceil((load.inflight or 0.0) / target)
-    return max(busy + warm, missed)
+def _needed(load: RoleLoad, target: int, warm: int, missed: int, few: TooFew | None, now: float) -> int:
+    """`missed`: as many as it takes to meet the objective; 0 while it is met. `few`: as many did not, lately."""
+    inflight = load.inflight or 0.0
+    return max(math.ceil(inflight / target) + warm, missed, kept(few, inflight, now))
+
+
+def _too_few(
+    memory: ScaleMemory, missed: Pair, inputs: ScaleInputs, loads: tuple[RoleLoad, RoleLoad], now: float
+) -> tuple[TooFew | None, TooFew | None]:
+    goals = [None if goal is None else goal.p99_s for goal in (inputs.slo.ttft, inputs.slo.itl)]
+    window_s = inputs.scaling.scale_down_window_s
+    prefill, decode = (
+        noted(known, Reading(now, size, asked, load.inflight or 0.0, goal_s, window_s, inputs.interval_s))
+        for known, asked, size, load, goal_s in zip(memory.too_few, missed, inputs.current, loads, goals, strict=True)
+    )
+    return prefill, decode
 
 
 def _missed(inputs: ScaleInputs, telemetry: TierTelemetry) -> tuple[int, int]:
@@ -130,7 +146,7 @@ def _breached_itl(inputs: ScaleInputs, telemetry: TierTelemetry) -> bool:
     return goal is not None and found is not None and goal.p99_s < found < LATENCY_LIMIT_S
 
 
-def _remember(memory: ScaleMemory, now: float, needed: tuple[int, int], window_s: float, stale_s: float) -> ScaleMemory:
+def _remember(memory: ScaleMemory, now: float, needed: tuple[int, int], window_s: float, stale_s: float) -> Wants:
     """The last window of wants, plus the newest one before it: that one shows that the window is covered, unless nothing at all
     is known of the window."""
     wants = list(memory.wants)
@@ -142,7 +158,7 @@ def _remember(memory: ScaleMemory, now: float, needed: tuple[int, int], window_s
     else:
         wants.append((now, *needed))
     older = [entry for entry in wants if entry[0] <= now - window_s]
-    return ScaleMemory(tuple([*older[-1:], *(entry for entry in wants if entry[0] > now - window_s)]))
+    return tuple([*older[-1:], *(entry for entry in wants if entry[0] > now - window_s)])
 
 
 def _floor(memory: ScaleMemory, role: int, current: int, now: float, inputs: ScaleInputs) -> int:

@@ -39,7 +39,7 @@ def fit(
     before = observed.memory.get(tier.name, ScaleMemory())
     if moves and tier.name not in observed.memory:
         before = _as_found(tier, observed, now + wait_s)
-    memory = altered(before, wants=decision.memory.wants, asked=decision.memory.asked)
+    memory = altered(before, wants=decision.memory.wants, asked=decision.memory.asked, too_few=decision.memory.too_few)
     if before.room_at > 0:
         memory = replace(memory, cap=None, placed=None)  # what it gets is decided below
     placed = fit_cluster(
