@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fleet_api.v1alpha1.routing import ScalingSpec, SloSpec
+from fleet_api.v1alpha1.routing import LatencySpec, ScalingSpec, SloSpec
 from fleet_api.v1alpha1.tier import TierSpec
 from fleet_planner.memory import ScaleMemory, Wants
 from fleet_planner.ratio import Pair, bounds_of, project
@@ -81,7 +81,14 @@ def want(inputs: ScaleInputs, telemetry: TierTelemetry | None, memory: ScaleMemo
         max(needed[1], _floor(remembered, 1, decode, now, inputs)),
     )
     sizes = project(*grown, bounds_of(inputs.tier))
-    return ScaleDecision(*sizes, f"load needs {needed[0]} prefill and {needed[1]} decode workers", remembered)
+    return ScaleDecision(
+        *sizes, f"load needs {needed[0]} prefill and {needed[1]} decode workers{_unheard(inputs, telemetry)}", remembered
+    )
+
+
+def _unheard(inputs: ScaleInputs, telemetry: TierTelemetry) -> str:
+    said = telemetry.unheard and inputs.slo != SloSpec()
+    return "; nobody leaves, as no router can be read: whether slo is met is not known" if said else ""
 
 
 def unusable(telemetry: TierTelemetry | None, interval_s: float, now: float) -> str:
@@ -130,20 +137,20 @@ def _too_few(
 def _missed(inputs: ScaleInputs, telemetry: TierTelemetry) -> tuple[int, int]:
     """How many workers of each role it takes to meet its objective; 0 where it is met."""
     ready, size = inputs.ready or inputs.current, inputs.current
+    breached = (
+        _breached(inputs.slo.ttft, telemetry.prefill.ttft_p99_s, telemetry),
+        _breached(inputs.slo.itl, telemetry.decode.itl_p99_s, telemetry),
+    )
+    more = not telemetry.unheard
     return (
-        size[0] + (ready[0] >= size[0]) if _breached_ttft(inputs, telemetry) else 0,
-        size[1] + (ready[1] >= size[1]) if _breached_itl(inputs, telemetry) else 0,
+        size[0] + (more and ready[0] >= size[0]) if breached[0] else 0,
+        size[1] + (more and ready[1] >= size[1]) if breached[1] else 0,
     )
 
 
-def _breached_ttft(inputs: ScaleInputs, telemetry: TierTelemetry) -> bool:
-    goal, found = inputs.slo.ttft, telemetry.prefill.ttft_p99_s
-    return goal is not None and found is not None and goal.p99_s < found < LATENCY_LIMIT_S
-
-
-def _breached_itl(inputs: ScaleInputs, telemetry: TierTelemetry) -> bool:
-    goal, found = inputs.slo.itl, telemetry.decode.itl_p99_s
-    return goal is not None and found is not None and goal.p99_s < found < LATENCY_LIMIT_S
+def _breached(goal: LatencySpec | None, found: float | None, telemetry: TierTelemetry) -> bool:
+    """It is missed, or nobody says that it is not: who may be needed for it stays."""
+    return goal is not None and (telemetry.unheard or (found is not None and goal.p99_s < found < LATENCY_LIMIT_S))
 
 
 def _remember(memory: ScaleMemory, now: float, needed: tuple[int, int], window_s: float, stale_s: float) -> Wants:

@@ -249,6 +249,7 @@ class TierTelemetry:
     pairs: tuple[tuple[str, str], ...] = ()  # (prefill, decode) names: between these KV fails again and again, routers say
     moved: tuple[tuple[str, str], ...] = ()  # beside those: between these it moved lately
     latencies_since: float | None = None  # when what the p99s are of began; None: not known
+    unheard: bool = False  # no router could be read: without a p99 it is not known whether an objective is met
     doubtful: frozenset[str] = frozenset()  # names in `pairs` of which one router alone tells, out of so many that others should
 
 

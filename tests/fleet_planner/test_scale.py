@@ -191,3 +191,25 @@ def test_no_want_of_the_window_is_forgotten(series: list[tuple[float, int, int]]
         memory, size = found.memory, (found.prefill, found.decode)
         wants.append((now, math.ceil(prefill / 4)))
         assert size[0] >= min(TIER.prefill.max_replicas, max(wish for at, wish in wants if at > now - 10))
+
+
+@pytest.mark.parametrize(
+    ("slo", "expected", "words"),
+    [
+        pytest.param(SLO, (3, 6), True, id="both"),
+        pytest.param(SloSpec(ttft=SLO.ttft), (3, 3), True, id="one-role-s"),
+        pytest.param(SloSpec(), (1, 2), False, id="none"),
+    ],
+)
+def test_nobody_leaves_while_no_router_says_whether_an_objective_is_met(slo: SloSpec, expected: tuple[int, int], words: bool):
+    """Engines tell what runs, and only routers tell how long it takes: with no word of theirs for a window all that an objective
+    needed went."""
+    memory, size = covered((3, 6), 0.0), (3, 6)
+    for now in range(0, 600, 5):
+        told = replace(load(1, 1, now), unheard=True)
+        found = want(ScaleInputs(TIER, slo, ScalingSpec(), 5.0, size, size), told, memory, now)
+        memory, size = found.memory, (found.prefill, found.decode)
+    assert size == expected
+    assert ("no router can be read" in found.reason) == words
+    found = want(ScaleInputs(TIER, slo, ScalingSpec(), 5.0, (3, 6), (3, 6)), replace(load(20, 1, 600), unheard=True), memory, 600)
+    assert found.prefill == 5, "load that is known is followed"

@@ -123,6 +123,7 @@ def tier_telemetry(
         moved=_pairs(MOVED, tier, mine, routers),
         latencies_since=min((old.read_at for new, old in zip(routers, earlier, strict=True) if new and old), default=None),
         doubtful=_doubtful(tier, mine, routers) if pairs else frozenset(),
+        unheard=bool(routers) and not any(routers),
     )
 
 

@@ -101,6 +101,13 @@ def test_how_long_engines_took_to_start(told: tuple[str | None, ...], expected: 
     assert tier_telemetry("t", workers, [], [], NOW).engine_start_s == expected
 
 
+@pytest.mark.parametrize(
+    ("routers", "unheard"), [([None, None], True), ([None, router(0, 0)], False), ([router(0, 0)], False), ([], False)]
+)
+def test_it_is_told_that_no_router_could_be_read(routers: list[Reading | None], unheard: bool):
+    assert tier_telemetry("t", [], routers, [None] * len(routers), NOW).unheard is unheard
+
+
 def test_load_is_as_old_as_its_oldest_reading():
     found = tier_telemetry("t", [worker("prefill", 1, at=990.0), worker("prefill", 1, at=999.0)], [router(0, 0)], [None], NOW)
     assert found.prefill.measured_at == 990.0
