@@ -26,6 +26,8 @@ INPUTS_MOST: Final = 131_072
 PICTURE: Final = b"_url"
 SOUND: Final = b"input_audio"
 """In messages: parts whose bytes say nothing of their tokens."""
+BESIDE: Final = frozenset({"tools", "documents", "chat_template_kwargs"})
+"""Fields that a template writes into the prompt: the last two as it likes."""
 TOLD_AGAIN: Final = ("echo", "prompt_logprobs", "return_token_ids", "return_prompt_text")
 """With one of these an answer tells its prompt, in one event of a stream."""
 TOLD_BYTES: Final = 2_048
@@ -107,8 +109,12 @@ def upper_bound(fields: Mapping[str, msgspec.Raw], prompt: bytes) -> int | None:
     conversation's template adds are fewer than the bytes of JSON around each message; the template's own text is not in it."""
     if prompt.find(PICTURE) >= 0 or prompt.find(SOUND) >= 0:  # `in` raises and catches an error first
         return None
-    tools = fields.get("tools")
-    return len(prompt) + (memoryview(tools).nbytes if tools is not None else 0)
+    return len(prompt) if BESIDE.isdisjoint(fields) else len(prompt) + beside_bytes(fields)
+
+
+def beside_bytes(fields: Mapping[str, msgspec.Raw]) -> int:
+    """Of what a template may write into the prompt besides the conversation."""
+    return sum(memoryview(fields[name]).nbytes for name in BESIDE if name in fields)
 
 
 def uncertain(fields: Mapping[str, msgspec.Raw], prompt: bytes, most: int, longest: int) -> bool:

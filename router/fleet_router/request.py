@@ -413,8 +413,9 @@ def reference_of(body: bytes, *, ids: bool = False) -> bytes | None:
     return None if answer.kv_transfer_params == _NULL else found
 
 
+ARGUMENTS: Final = "chat_template_kwargs"
 RENDERED: Final[tuple[str, ...]] = (
-    "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens",
+    "tools", ARGUMENTS, "add_generation_prompt", "continue_final_message", "add_special_tokens",
 )  # fmt: skip
 """Fields that change what a prompt is in tokens. Not `model`: an adapter has its model's tokenizer, and its name may be unknown
 there."""
@@ -423,7 +424,16 @@ there."""
 def tokenize_body(ask: Ask, *, chat: bool) -> bytes:
     """Asks for the prompt's token ids."""
     fields = {name: ask.fields[name] for name in RENDERED if name in ask.fields}
+    if chat and (documents := ask.fields.get("documents", _NULL)) != _NULL:
+        fields[ARGUMENTS] = _with_documents(fields.get(ARGUMENTS, _NULL), documents)
     return join({**fields, "messages" if chat else "prompt": msgspec.Raw(ask.prompt)})
+
+
+def _with_documents(arguments: msgspec.Raw, documents: msgspec.Raw) -> msgspec.Raw:
+    """Of /tokenize they are no field (vLLM): it knows them as an argument of the template, which is what they become."""
+    given = {} if arguments == _NULL else _BODY.decode(arguments)
+    given["documents"] = documents
+    return msgspec.Raw(join(given))
 
 
 _LEASE: Final = msgspec.json.Decoder(Leased)

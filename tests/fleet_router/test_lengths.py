@@ -102,6 +102,42 @@ def test_what_a_template_makes_of_tools_is_counted_too():
     run(go, prefill=0, config=SMALL)
 
 
+DOCUMENTS = [{"title": "t", "text": SOME}]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"documents": DOCUMENTS}, {"documents": DOCUMENTS}),
+        ({"chat_template_kwargs": {"documents": DOCUMENTS}}, {"documents": DOCUMENTS}),
+        ({"chat_template_kwargs": {"a": 1, "documents": []}, "documents": DOCUMENTS}, {"a": 1, "documents": DOCUMENTS}),
+        ({"chat_template_kwargs": {"documents": DOCUMENTS}, "documents": None}, {"documents": DOCUMENTS}),
+    ],
+    ids=["documents", "arguments", "both", "null"],
+)
+def test_what_a_template_makes_of_documents_is_counted_too(more: dict[str, Any], told: dict[str, Any]):
+    """Templates write them into the prompt (vLLM): whoever may ask with 100 tokens asked with 60,000. /tokenize knows them as
+    the template's arguments alone; of the field's and these the engine takes the field's."""
+
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = tokenises(101)
+        status, _ = await rig.post({"model": "m", "messages": said("hi"), **more}, "/v1/chat/completions")
+        assert status == 400
+        assert rig.decode[0].seen == [{"messages": said("hi"), "chat_template_kwargs": told}]
+
+    run(go, prefill=0, config=SMALL)
+
+
+def test_arguments_that_are_none_are_the_engines_to_refuse():
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = tokenises(101)
+        more = {"chat_template_kwargs": None, "documents": [SOME]}
+        status, _ = await rig.post({"model": "m", "messages": said("hi"), **more}, "/v1/chat/completions")
+        assert (status, rig.decode[0].seen[0]["chat_template_kwargs"]) == (400, {"documents": [SOME]})
+
+    run(go, prefill=0, config=SMALL)
+
+
 @pytest.mark.parametrize("status", [200, 404, 500], ids=["no-tokens", "no-such-path", "broken"])
 def test_a_worker_that_cannot_count_leaves_it_to_the_prefill_leg_and_the_kv_is_given_back(status: int):
     async def go(rig: Rig) -> None:
@@ -291,14 +327,15 @@ def test_a_picture_is_not_text():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "tools", "most"),
+    ("prompt", "beside", "most"),
     [
-        (b'"text"', None, 6), (b'"text"', b"[{}]", 10), (b'[{"content":"x"}]', None, 17),
-        (b'[{"content":[{"type":"image_url"}]}]', None, None), (b'[{"content":[{"type":"input_audio"}]}]', None, None),
+        (b'"text"', {}, 6), (b'"text"', {"tools": b"[{}]"}, 10), (b'[{"content":"x"}]', {"temperature": b"0.5"}, 17),
+        (b'"text"', {"documents": b"[{}]", "chat_template_kwargs": b"{}", "tools": b"[]"}, 14),
+        (b'[{"content":[{"type":"image_url"}]}]', {}, None), (b'[{"content":[{"type":"input_audio"}]}]', {}, None),
     ],
 )  # fmt: skip
-def test_tokens_at_most(prompt: bytes, tools: bytes | None, most: int | None):
-    fields = {} if tools is None else {"tools": msgspec.Raw(tools)}
+def test_tokens_at_most(prompt: bytes, beside: dict[str, bytes], most: int | None):
+    fields = {name: msgspec.Raw(value) for name, value in beside.items()}
     assert upper_bound(fields, prompt) == most
     assert uncertain(fields, prompt, (most or 100) - 1, 0)
     assert uncertain(fields, prompt, most or 100, 0) is (most is None)
