@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from fleet_router.ask import Ask
-from fleet_router.lengths import PICTURE, SOUND
+from fleet_router.lengths import BESIDE, PICTURE, SOUND, beside_bytes
 from fleet_router.request import BYTES_PER_TOKEN, with_fields
 
 EMBEDDED: Final[tuple[str, ...]] = ("input", "messages")
@@ -73,10 +73,11 @@ _OBJECT: Final = re.compile(rb"\s*:\s*\{")
 
 
 def estimated_of(ask: Ask) -> int:
-    """Tokens of a request's prompt; of one that a worker answers alone, of what is to be embedded: a list of ids is one only by
-    itself, and a picture stands for fewer tokens than its bytes."""
+    """Tokens of a request's prompt, with what a template writes into it; of one that a worker answers alone, of what is to be
+    embedded: a list of ids is one only by itself, and a picture stands for fewer tokens than its bytes."""
     if ask.prompt:
-        return estimated(ask.prompt)
+        tokens = estimated(ask.prompt)
+        return tokens if BESIDE.isdisjoint(ask.fields) else tokens + int(beside_bytes(ask.fields) / BYTES_PER_TOKEN)
     given = [bytes(ask.fields[name]) for name in EMBEDDED if name in ask.fields and ask.fields[name] != _NULL]
     return sum(map(estimated, given)) if given else estimated(b"".join(map(bytes, ask.fields.values())))
 

@@ -17,12 +17,15 @@ from fleet_router.admission.usage import (
     cut_anywhere,
     cut_in_two,
     estimated,
+    estimated_of,
     only_text,
     tells_usage,
     usage_in,
     usage_of,
     used_tokens,
 )
+from fleet_router.config import RouterConfig
+from fleet_router.request import parse_body
 
 USAGE = {"prompt_tokens": 12, "total_tokens": 19, "completion_tokens": 7}
 
@@ -36,6 +39,22 @@ USAGE = {"prompt_tokens": 12, "total_tokens": 19, "completion_tokens": 7}
 )  # fmt: skip
 def test_estimates(prompt: bytes, tokens: int):
     assert estimated(prompt) == tokens
+
+
+@pytest.mark.parametrize(
+    ("more", "tokens"),
+    [
+        ({}, 10), ({"tools": [{"d": "x" * 2_990}]}, 1_010), ({"documents": [{"d": "x" * 2_990}]}, 1_010),
+        ({"user": "x" * 3_000}, 10), ({"chat_template_kwargs": {"d": "x" * 289}, "documents": ["x" * 299]}, 210),
+    ],
+    ids=["nothing", "tools", "documents", "other", "both"],
+)  # fmt: skip
+def test_what_a_template_writes_beside_the_conversation_is_of_the_estimate(more: dict[str, Any], tokens: int):
+    """It is all that is charged to who leaves before the engine has told: 256 KB of tools, computed to the first token, were the
+    ten tokens of the question."""
+    body = {"model": "m", "messages": [{"role": "user", "content": ""}], **more}
+    raw = json.dumps(body, separators=(",", ":")).encode()
+    assert estimated_of(parse_body(raw, True, RouterConfig(fleet="f", served_name="m"))) == tokens
 
 
 @pytest.mark.parametrize(
