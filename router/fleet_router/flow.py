@@ -18,6 +18,7 @@ from fleet_router.health.resume import Said, Start
 from fleet_router.health.silence import SILENT, Waits
 from fleet_router.hedging import NOT_JSON, Hedging
 from fleet_router.legs import DecodeLeg, PrefillLeg, ResumedLeg, TokenizeLeg, TranslatedLeg
+from fleet_router.lengths import nearly_all
 from fleet_router.outbox import Written
 from fleet_router.policy.chosen import Choice
 from fleet_router.request import decode_parts, is_object, lease_of, named, prompt_tokens_of, reference_of
@@ -248,7 +249,7 @@ class Flow(Hedging):
             self._trip.prefilled(now)
         if self._counted is not None and context.knowledge is not None and context.table.workers.get(prefill.uid) is prefill:
             context.knowledge.answered(prefill.uid, self._counted)
-        if (tokens := prompt_tokens_of(body)) > 0:
+        if (tokens := prompt_tokens_of(body)) > 0 and nearly_all(self._ask.fields, self._ask.prompt):
             context.table.measured(self._ask.prompt, tokens)
         if reference is not None and (lease := lease_of(reference)) is not None:
             self._lease = (prefill, lease)

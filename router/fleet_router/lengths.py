@@ -28,6 +28,8 @@ SOUND: Final = b"input_audio"
 """In messages: parts whose bytes say nothing of their tokens."""
 BESIDE: Final = frozenset({"tools", "documents", "chat_template_kwargs"})
 """Fields that a template writes into the prompt: the last two as it likes."""
+NEARLY_ALL: Final = 8
+"""Of a prompt with so many times the bytes of what is beside it."""
 TOLD_AGAIN: Final = ("echo", "prompt_logprobs", "return_token_ids", "return_prompt_text")
 """With one of these an answer tells its prompt, in one event of a stream."""
 TOLD_BYTES: Final = 2_048
@@ -115,6 +117,11 @@ def upper_bound(fields: Mapping[str, msgspec.Raw], prompt: bytes) -> int | None:
 def beside_bytes(fields: Mapping[str, msgspec.Raw]) -> int:
     """Of what a template may write into the prompt besides the conversation."""
     return sum(memoryview(fields[name]).nbytes for name in BESIDE if name in fields)
+
+
+def nearly_all(fields: Mapping[str, msgspec.Raw], prompt: bytes) -> bool:
+    """Next to nothing but `prompt` is of what the engine counts."""
+    return BESIDE.isdisjoint(fields) or beside_bytes(fields) * NEARLY_ALL <= len(prompt)
 
 
 def uncertain(fields: Mapping[str, msgspec.Raw], prompt: bytes, most: int, longest: int) -> bool:
