@@ -86,24 +86,29 @@ def _text_bytes(content: msgspec.Raw) -> int:
 
 
 def check_input(raw: bytes, most: int, name: str, *, inner: bool = False) -> None:
-    """Of an embedding: text, token ids, or a list of either; each input has the limit for itself. Lists in lists of lists are no
-    input: the engine's to refuse, for to look into each of them is to copy all that is in it."""
+    """Of an embedding: text, token ids, a conversation (vLLM), or a list of these; each input has the limit for itself. Lists in
+    lists of lists are no input: the engine's to refuse, for to look into each of them is to copy all that is in it."""
     if len(raw) <= 2 * most:  # so many bytes are not more token ids, either
         return
     if raw.startswith(b'"'):
         check_text(len(raw) - 2, most, name)
     elif raw.startswith(b"["):
-        if raw[1:].lstrip()[:1].isdigit():
+        first = raw[1:].lstrip()[:1]
+        if first.isdigit():
             if (tokens := raw.count(b",") + 1) > most:
                 raise too_many(tokens, most, name)
-            return
-        if inner:
-            return
-        if len(raw) > LARGE_BYTES and raw.count(b'"') + raw.count(b"[") > INPUTS_MOST:
-            return  # to look at each would hold everybody up: engines refuse what is longer than their context
-        for one in _LIST.decode(raw):
-            if memoryview(one).nbytes > 2 * most:
-                check_input(bytes(one), most, name, inner=True)
+        elif first == b"{":
+            check_messages(raw, most, name)
+        elif not inner:
+            _check_each(raw, most, name)
+
+
+def _check_each(raw: bytes, most: int, name: str) -> None:
+    if len(raw) > LARGE_BYTES and raw.count(b'"') + raw.count(b"[") > INPUTS_MOST:
+        return  # to look at each would hold everybody up: engines refuse what is longer than their context
+    for one in _LIST.decode(raw):
+        if memoryview(one).nbytes > 2 * most:
+            check_input(bytes(one), most, name, inner=True)
 
 
 def upper_bound(fields: Mapping[str, msgspec.Raw], prompt: bytes) -> int | None:

@@ -268,6 +268,8 @@ def test_a_tenants_limit_counts_where_the_fleets_would_not():
         (["a", "x" * 1601], "input has 1601 bytes"), ([1] * 100, ""), ([1] * 101, "input has 101 tokens"),
         ([[1] * 100] * 9, ""), ([[1], [1] * 101], "input has 101 tokens"),
         ([100_000] * 100, ""), ([], ""), (7, ""), ({"a": "x" * 9_000}, ""),
+        (said("x" * 1600), ""), (said("x" * 1601), "input has 1601 bytes"), (said([part("x" * 1601)]), "input has 1601 bytes"),
+        ([said("x" * 1600)] * 9, ""), ([said("a"), said("x" * 1601)], "input has 1601 bytes"),
     ],
 )  # fmt: skip
 def test_each_text_to_embed_has_the_limit_for_itself(given: Any, words: str):
@@ -291,7 +293,7 @@ def test_of_very_many_inputs_none_is_looked_at(one: bytes):
 
 def test_embeddings_of_too_much_reach_nobody_and_counting_has_no_limit():
     async def go(rig: Rig) -> None:
-        for more in ({"input": LONG}, {"messages": said(LONG)}):
+        for more in ({"input": LONG}, {"messages": said(LONG)}, {"input": said(LONG)}, {"input": [said("a"), said(LONG)]}):
             assert (await rig.post({"model": "m", **more}, "/v1/embeddings"))[0] == 400
         assert rig.decode[0].seen == []
         for path in ("/tokenize", "/v1/messages/count_tokens"):
