@@ -6,6 +6,7 @@ Text counts by its own bytes: the JSON around it, and pictures inside it, say no
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -13,7 +14,7 @@ import msgspec
 
 from fleet_router.asked import Part, Said
 from fleet_router.errors import RequestError
-from fleet_router.fields import LARGE_BYTES
+from fleet_router.fields import LARGE_BYTES, check_values
 from fleet_wire.unreadable import UNREADABLE
 
 SAFE_BYTES_PER_TOKEN: Final = 16.0
@@ -22,7 +23,8 @@ SAFE_BYTES_PER_TOKEN: Final = 16.0
 TEMPLATE_TOKENS: Final = 1_024
 """What a chat template may add of its own, where it matters that prompt and answer surely fit together."""
 INPUTS_MOST: Final = 131_072
-"""Quotes and brackets of a large list of inputs; with more of them inputs are not looked at one by one."""
+"""Quotes and brackets of a large list of inputs, or items of other kinds, which are none; with more of them inputs are not looked
+at one by one."""
 PICTURE: Final = b"_url"
 SOUND: Final = b"input_audio"
 """In messages: parts whose bytes say nothing of their tokens."""
@@ -39,6 +41,7 @@ TOLD_BYTES: Final = 2_048
 _SAID: Final = msgspec.json.Decoder(list[Said])
 _PARTS: Final = msgspec.json.Decoder(list[Part])
 _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
+_INNER: Final = re.compile(rb"\[[^\[\]]*\]")
 
 
 def told_again_bytes(fields: Mapping[str, msgspec.Raw], prompt_bytes: int) -> int:
@@ -66,6 +69,7 @@ def too_many(tokens: int, most: int, name: str) -> RequestError:
 def check_messages(raw: bytes, most: int, name: str) -> None:
     """The same of a conversation, by the text in it. `raw`: its JSON, whose roles were read already."""
     if len(raw) > most * SAFE_BYTES_PER_TOKEN:
+        check_values(raw, name)
         try:
             size_bytes = sum(_text_bytes(said.content) for said in _SAID.decode(raw))
         except UNREADABLE as error:  # inside a long text, where nobody has looked, or too deep
@@ -104,11 +108,19 @@ def check_input(raw: bytes, most: int, name: str, *, inner: bool = False) -> Non
 
 
 def _check_each(raw: bytes, most: int, name: str) -> None:
-    if len(raw) > LARGE_BYTES and raw.count(b'"') + raw.count(b"[") > INPUTS_MOST:
+    if len(raw) > LARGE_BYTES and (raw.count(b'"') + raw.count(b"[") > INPUTS_MOST or _separate(raw) > INPUTS_MOST):
         return  # to look at each would hold everybody up: engines refuse what is longer than their context
     for one in _LIST.decode(raw):
         if memoryview(one).nbytes > 2 * most:
             check_input(bytes(one), most, name, inner=True)
+
+
+def _separate(raw: bytes) -> int:
+    """How many commas of a list stand in no text and in no list of it."""
+    if raw.count(b",") <= INPUTS_MOST:
+        return 0
+    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    return _INNER.sub(b"", b"".join(plain.split(b'"')[::2])[1:]).count(b",")
 
 
 def upper_bound(fields: Mapping[str, msgspec.Raw], prompt: bytes) -> int | None:

@@ -291,6 +291,23 @@ def test_of_very_many_inputs_none_is_looked_at(one: bytes):
     check_input(b"[" + one * (INPUTS_MOST + 1) + long + b"]", 100, "input")
 
 
+@pytest.mark.parametrize("one", [b"1,", b"{},", b"null,"], ids=["numbers", "objects", "nothing"])
+@pytest.mark.parametrize("first", [b'"a",', b"[1],", b"null,"], ids=["text", "ids", "null"])
+def test_of_very_many_that_are_no_inputs_none_is_looked_at(first: bytes, one: bytes):
+    """Two million of them held the loop up for a third of a second."""
+    long = b"[" + b"1," * 200 + b"1]"
+    with pytest.raises(RequestError):
+        check_input(b"[" + first + one * (INPUTS_MOST // 4) + long + b"]", 100, "input")
+    check_input(b"[" + first + one * 2 * INPUTS_MOST + long + b"]", 100, "input")
+
+
+@pytest.mark.parametrize("text", [b"a, ", rb"a, \" ", rb"a, \\ "], ids=["commas", "quotes", "backslashes"])
+def test_what_stands_in_inputs_makes_them_no_more(text: bytes):
+    ids = b"[" + b"1," * 200_000 + b"1]"
+    with pytest.raises(RequestError, match="input has 200001 tokens"):
+        check_input(b'["%b",%b]' % (text * 50_000, ids), 190_000, "input")
+
+
 def test_embeddings_of_too_much_reach_nobody_and_counting_has_no_limit():
     async def go(rig: Rig) -> None:
         for more in ({"input": LONG}, {"messages": said(LONG)}, {"input": said(LONG)}, {"input": [said("a"), said(LONG)]}):

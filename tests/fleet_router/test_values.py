@@ -49,3 +49,14 @@ def test_pictures_are_looked_for_in_so_many_values_and_no_more():
     with pytest.raises(RequestError, match="messages holds more than") as told:
         parse_body(raw, True, RouterConfig(fleet="f", served_name="m", max_input_tokens=1 << 20))
     assert told.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "content", [b"[%b]" % b",".join([b"{}"] * 1_000_000), b"[%b]" % b",".join([b'{"text":""}'] * MANY)], ids=["nothing", "texts"]
+)
+def test_parts_of_a_message_are_counted_before_they_are_built(content: bytes):
+    """A million of them held the loop up for a quarter of a second."""
+    raw = b'{"model":"m","messages":[{"role":"user","content":%b}]}' % content
+    with pytest.raises(RequestError, match=f"messages holds more than {VALUES_MOST} values") as told:
+        parse_body(raw, True, RouterConfig(fleet="f", served_name="m", max_input_tokens=4_096))
+    assert (told.value.status, told.value.param) == (400, "messages")
