@@ -77,16 +77,21 @@ def parse_alone(body: bytes, config: RouterConfig, *, counts: bool = False) -> A
     if not COSTLY.isdisjoint(fields):
         check_costly(fields)
     if not counts:
-        _check_embedded(fields, config.max_input_tokens)
+        _check_embedded(fields, config)
     check_urls(body, "messages")  # last: it is what costs most, 13 ms of 4 MiB of escapes
     return _without_ours(Ask(fields, b"", False, body, True, adapter, counts))
 
 
-def _check_embedded(fields: dict[str, msgspec.Raw], most: int) -> None:
-    """Texts, token ids or (vLLM) a conversation. An answer whose head is as long as the batch is a broken one to us."""
+def _check_embedded(fields: dict[str, msgspec.Raw], config: RouterConfig) -> None:
+    """Texts, token ids or (vLLM) a conversation. An answer whose head is as long as the batch is a broken one to us; an input
+    that is filled up to the engine's context (vLLM) has so many tokens."""
+    most = config.max_input_tokens
     if "encoding_format" in fields and _typed(fields, "encoding_format", _STR) == "bytes":
         told = "encoding_format bytes is not served: it tells of each input in one header; float, base64 and bytes_only are"
         raise RequestError(400, told, param="encoding_format")
+    if "padding" in fields and _typed(fields, "padding", _STR) == "max_length" and config.max_model_len > most:
+        told = f"padding: each input has {config.max_model_len} tokens with it; allowed are {most}"
+        raise RequestError(400, told, param="padding")
     if (given := fields.get("input")) is not None:
         check_input(bytes(given), most, "input")
     if (given := fields.get("messages")) is not None and given != _NULL:

@@ -337,6 +337,25 @@ def test_embeddings_that_are_told_of_in_a_header_reach_nobody(kind: str, status:
     run(go, prefill=0)
 
 
+@pytest.mark.parametrize(
+    ("padding", "most", "told"),
+    [
+        ('"max_length"', 100, "padding: each input has 8192 tokens with it; allowed are 100"), ('"max_length"', 8192, ""),
+        ('"max\\u005flength"', 100, "padding: each input has 8192 tokens with it; allowed are 100"), ("null", 100, ""),
+        ('"do_not_pad"', 100, ""), ("7", 100, "padding: Expected `str`, got `int`"),
+    ],
+)  # fmt: skip
+def test_an_input_that_is_filled_up_has_the_limit_as_well(padding: str, most: int, told: str):
+    """vLLM fills each of them up to its whole context: whoever may embed 100 tokens had 8,192 computed for a letter."""
+
+    async def go(rig: Rig) -> None:
+        status, got = await rig.post(f'{{"model":"m","input":["a"],"padding":{padding}}}'.encode(), "/v1/embeddings")
+        assert (status, len(rig.decode[0].seen)) == ((400, 0) if told else (200, 1))
+        assert not told or json.loads(got)["error"]["message"] == told
+
+    run(go, prefill=0, config=msgspec.structs.replace(SMALL, max_input_tokens=most))
+
+
 def test_a_picture_is_not_text():
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
     raw = json.dumps(said([picture, {"type": "text", "text": "what is it?"}])).encode()
