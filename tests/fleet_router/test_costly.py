@@ -10,7 +10,7 @@ import pytest
 from fleet_router.config import RouterConfig
 from fleet_router.costly import COSTLY
 from fleet_router.errors import RequestError
-from fleet_router.request import parse_body
+from fleet_router.request import parse_alone, parse_body
 from tests.fleet_router.rig import Rig, ask, run
 
 CONFIG = RouterConfig(fleet="f", served_name="m")
@@ -67,6 +67,23 @@ def test_above_it_the_field_is_named(given: dict[str, Any]):
     with pytest.raises(RequestError, match=name) as caught:
         parse_body(body(given), False, CONFIG)
     assert (caught.value.status, caught.value.param) == (400, name)
+
+
+@pytest.mark.parametrize(
+    ("ids", "least", "refused"), [(96, 1, False), (97, 1, True), (1_024, 16, True), (1_024, 0, False), (1_024, None, False)]
+)
+def test_with_min_tokens_vllm_has_room_for_few_ends(ids: int, least: int | None, refused: bool):
+    """vLLM 0.32 on a GPU keeps 128 of them beside its model's own, and dies of one more (ValueError in its model runner); so did
+    the next worker, to which the request was sent then."""
+    given = body({"stop_token_ids": list(range(ids)), "min_tokens": least, "max_tokens": 16})
+    if not refused:
+        assert parse_body(given, False, CONFIG).original == given
+        return
+    with pytest.raises(RequestError, match=f"has {ids} items; with min_tokens allowed are 96") as caught:
+        parse_body(given, False, CONFIG)
+    assert (caught.value.status, caught.value.param) == (400, "stop_token_ids")
+    with pytest.raises(RequestError):
+        parse_alone(body({"stop_token_ids": list(range(ids)), "min_tokens": "x"}), CONFIG)
 
 
 NUMBERS = {"n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "use_beam_search", "stream_interval", *SAMPLERS}
