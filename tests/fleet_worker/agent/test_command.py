@@ -10,7 +10,17 @@ import msgspec
 import pytest
 
 from fleet_api.arguments import DECIDED, LETTERS, shortened
-from fleet_worker.agent.command import UCX_TELLS, VLLM_DECIDED, VLLM_LETTERS, Place, check_names, engine_command, sees_gpu
+from fleet_router import costly
+from fleet_worker.agent.command import (
+    UCX_TELLS,
+    VLLM_DECIDED,
+    VLLM_GPU_DEFAULTS,
+    VLLM_LETTERS,
+    Place,
+    check_names,
+    engine_command,
+    sees_gpu,
+)
 from fleet_worker.agent.engine_client import parse_load
 from fleet_worker.agent.errors import ConfigError
 from fleet_worker.agent.identity import read_identity
@@ -48,9 +58,16 @@ def test_vllm_gets_its_kv_role_lease_and_addresses(role: str, has_gpu: bool):
     assert command.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.1.2.3"
     assert command.env["VLLM_RPC_BASE_PATH"] == "/scratch"
     assert command.env.get("VLLM_CPU_KVCACHE_SPACE") == (None if has_gpu else "1")
-    own = {} if has_gpu else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    own = {"VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": "16512"} if has_gpu else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     assert command.defaults == UCX_TELLS | {"UCX_TCP_TX_SEG_SIZE": "256k"} | own
     assert command.argv[-2:] == ("--dtype", "float32")
+
+
+def test_vllm_has_room_for_all_bad_words_that_routers_let_pass():
+    """No token stands for less than a byte, a tokenizer may put one before a text, and vLLM looks for each word with a space
+    before it, too. Of one token more than it has room for its engine died on a GPU."""
+    told = int(VLLM_GPU_DEFAULTS["VLLM_MAX_BAD_WORDS_TOTAL_TOKENS"])
+    assert told == 2 * (costly.STOP_BYTES_MOST + costly.STOPS_MOST)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,9 @@ KV_EVENTS_TOPIC = "kv-events"
 VLLM_CPU_DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """vLLM's own choice ties every worker of a node to the same cores; there the second one starved for minutes behind the first
 one's NIXL progress thread, which never sleeps."""
+VLLM_GPU_DEFAULTS = {"VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": "16512"}
+"""Tokens of a request's `bad_words`: all that routers let pass (64 of 8 KiB), with and without a space before each. Of more than
+it has room for (1,024 by itself) the engine dies on a GPU. 17 MB of one with 256 requests at once."""
 UCX_TELLS = {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": "stderr"}
 """UCX then says by which transport it reads; `supervise.py` listens (see transfer/ucxlog.py)."""
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -130,7 +133,7 @@ def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         argv += vllm_adapters(config.adapters, place.has_gpu)
     if place.has_gpu:
-        return EngineCommand((*argv, *config.engine_args), env, {**UCX_TELLS, **place.ucx})
+        return EngineCommand((*argv, *config.engine_args), env, {**UCX_TELLS, **place.ucx, **VLLM_GPU_DEFAULTS})
     env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-config.kv.cache_bytes // GIB)))
     return EngineCommand((*argv, "--enforce-eager", *config.engine_args), env, {**UCX_TELLS, **place.ucx, **VLLM_CPU_DEFAULTS})
 
