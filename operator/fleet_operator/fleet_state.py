@@ -15,6 +15,7 @@ from fleet_operator.pool_names import PoolFights
 from fleet_operator.refusals import Refusals
 from fleet_operator.render.revision import RevisionsSeen
 from fleet_operator.settled import Settled
+from fleet_operator.turned_away import TurnedAway
 from fleet_planner.astray import doubtful
 from fleet_planner.ending import EndingMemory
 from fleet_planner.memory import ClockMemory, RestMemory, ScaleMemory
@@ -64,6 +65,7 @@ class FleetState:
     published: Published = field(default_factory=Published)
     settled: Settled = field(default_factory=Settled)
     refusals: Refusals = field(default_factory=Refusals)
+    turned_away: TurnedAway = field(default_factory=TurnedAway)
     ending: EndingMemory = field(default_factory=EndingMemory)
     fetching: dict[str, float] | None = None
     """By uid: since when pods that fetch are known (see `aged`); None: before the first pass."""

@@ -186,6 +186,12 @@ def _containers(status: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], lis
     return status.get("containerStatuses") or [], [container for container in before if not container.get("ready")]
 
 
+def _ran(status: Mapping[str, Any]) -> bool:
+    """Whether anything of a pod ever did; of one that its node turned away nothing has."""
+    everyone = (*(status.get("containerStatuses") or []), *(status.get("initContainerStatuses") or []))
+    return any(container.get("containerID") for container in everyone)
+
+
 def _pod(pod: Object, leaving: str, sick: str, serving: bool, told: bool, busy: float | None) -> ObservedPod:
     meta, status = pod["metadata"], pod.get("status") or {}
     labels, notes = meta["labels"], meta.get("annotations") or {}
@@ -193,7 +199,8 @@ def _pod(pod: Object, leaving: str, sick: str, serving: bool, told: bool, busy: 
     ready = conditions.get("Ready", {})
     scheduled = conditions.get("PodScheduled", {})
     containers, before = _containers(status)
-    everyone = [*containers, *before]
+    everyone, ended = [*containers, *before], pod_words.of_ended(status)
+    rejected = bool(ended) and not _ran(status)
     node, made_at = pod["spec"].get("nodeName"), _time(meta.get("creationTimestamp"))
     return ObservedPod(
         name=meta["name"],
@@ -210,11 +217,12 @@ def _pod(pod: Object, leaving: str, sick: str, serving: bool, told: bool, busy: 
         created_at=made_at or 0.0,
         ready_since=_told_at(ready, made_at) if ready.get("status") == "True" else None,
         unready_since=None if ready.get("status") == "True" else _told_at(ready, made_at) or made_at,
-        message=pod_words.message(containers, before, scheduled),
+        message=ended or pod_words.message(containers, before, scheduled),
         unschedulable=scheduled.get("status") == "False" and scheduled.get("reason") in NO_NODE,
         gated=scheduled.get("status") == "False" and scheduled.get("reason") == "SchedulingGated",
         restarts=sum(container.get("restartCount", 0) for container in everyone),
-        blocked=pod_words.is_blocked(everyone),
+        blocked=rejected or pod_words.is_blocked(everyone),
+        rejected=rejected,
         silent=pod_words.is_silent(containers, ready) and FLIP not in notes,
         crashes=sum(_crashes(container) for container in containers if container.get("name") == WORKER),
         compat=notes.get(COMPAT, ""),

@@ -38,6 +38,13 @@ def is_blocked(containers: Iterable[Mapping[str, Any]]) -> bool:
     return any(_waiting(container).get("reason") in BLOCKED for container in containers)
 
 
+def of_ended(status: Mapping[str, Any]) -> str:
+    """Why the kubelet ended a pod, or turned it away; empty for one that goes on, or that ended by itself."""
+    if status.get("phase") != "Failed" or not status.get("reason"):
+        return ""
+    return ": ".join(str(status[part]) for part in ("reason", "message") if status.get(part))[:WORDS_MOST]
+
+
 def is_silent(containers: Iterable[Mapping[str, Any]], ready: Mapping[str, Any]) -> bool:
     """Whether a pod that was ready is not any more though its containers run on; `ready`: its condition. Both times are the
     node's: one that was never ready became unready before its containers began, or with them."""

@@ -364,8 +364,9 @@ class Reconciler:
         )
         lasting = outcome.conflicts if state.pace.failures > PATIENCE else []
         problems = (*outcome.problems, *lasting)
-        if delay_s is not None:
-            self._later(key, delay_s)
+        for left_s in (delay_s, state.turned_away.left_s):
+            if left_s is not None:
+                self._later(key, left_s)
         if problems != state.problems:
             if problems:
                 words, first = "; ".join(map(str, problems)), about(*key, reason=problems[0].reason, error=str(problems[0]))
@@ -419,7 +420,7 @@ class Reconciler:
         observed = picture(
             fleet, state, live, self._places(), templates, stored, heard, ahead_s, makes_keys=self._platform.makes_keys
         )  # fmt: skip
-        heed(state, observed := aged(state, observed, now))
+        heed(state, observed := state.turned_away.look(aged(state, observed, now), self._monotonic()))
         ending = ending_of(fleet, raw, state.published.named, state.ending)
         plan: Plan = reconcile(fleet, observed, now, ending)
         state.ahead_s, state.clock = ahead_s, plan.clock

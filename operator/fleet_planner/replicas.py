@@ -75,6 +75,11 @@ class Replica:
         return self.leader.serving
 
     @property
+    def held(self) -> bool:
+        """A node turned a pod of it away a moment ago: another one would be, too."""
+        return any(pod.held for pod in self.pods)
+
+    @property
     def unready_since(self) -> float:
         """Since when some pod of it is not ready; for ever from now when all are, or when it is not known."""
         if len(self.pods) == 1 and self.leader.ready:
@@ -121,12 +126,14 @@ def plan_replicas(
 ) -> tuple[list[PodWanted], list[PodGone]]:
     """Pods of one pool. Ended and incomplete workers are replaced as a whole, missing ones get the lowest free ordinals (what
     still terminates holds its own, and so do the `taken` names of workers that changed to another pool). A worker on a node that
-    goes away leaves when enough others are ready."""
+    goes away leaves when enough others are ready, and one that its node turned away keeps its place for a while."""
     if len(replicas) == pool.replicas and all([replica.alive and not replica.leaving for replica in replicas]):
         return [], []  # as nearly always
     alive = [replica for replica in replicas if replica.alive]
     staying = sorted((replica for replica in alive if not replica.leaving), key=first_to_go, reverse=True)
-    gone = [_gone(replica, _why_broken(replica)) for replica in replicas if replica.broken and not replica.terminating]
+    broken = [replica for replica in replicas if replica.broken and not replica.terminating]
+    held = [replica for replica in broken if replica.held][: max(0, pool.replicas - len(staying))]
+    gone = [_gone(replica, _why_broken(replica)) for replica in broken if replica not in held]
     gone += [_gone(replica, "a pod of its group is gone") for replica in replicas if replica.size > 1 and replica.terminating]
     gone += [_gone(replica, f"{len(staying)} workers, {pool.replicas} wanted") for replica in staying[pool.replicas :]]
     needed = pool.replicas - sum(replica.ready for replica in staying[: pool.replicas])
@@ -134,7 +141,7 @@ def plan_replicas(
     gone += [_gone(replica, f"replaced: {replica.leaving}") for replica in leaving[max(0, needed) :]]
     names = {pod.name for replica in replicas for pod in replica.pods}.union(taken)
     wanted = pool.replicas if pool.most is None else min(pool.replicas, pool.most)
-    created = _created(pool, names, max(0, wanted - len(staying)))
+    created = _created(pool, names, max(0, wanted - len(staying) - len(held)))
     return created, [pod for group in gone for pod in group]
 
 
@@ -172,4 +179,6 @@ def _gone(replica: Replica, reason: str) -> list[PodGone]:
 
 def _why_broken(replica: Replica) -> str:
     ended = next((pod for pod in replica.pods if pod.phase in ENDED), None)
-    return f"its phase is {ended.phase}" if ended is not None else f"{len(replica.pods)} of its {replica.size} pods exist"
+    if ended is not None:
+        return f"its phase is {ended.phase}{': ' if ended.message else ''}{ended.message}"
+    return f"{len(replica.pods)} of its {replica.size} pods exist"

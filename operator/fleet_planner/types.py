@@ -37,6 +37,8 @@ class ObservedPod:
     gated: bool = False  # the scheduler may not look at it yet: a queue lets it in
     restarts: int = 0
     blocked: bool = False
+    rejected: bool = False  # its node turned it away before anything of it ran
+    held: bool = False  # so it was, a moment ago: it is not replaced yet
     silent: bool = False
     """It cannot be started (its image, or a Secret that it names, is not to be had); it was ready, and runs without an answer."""
     crashes: int = 0
