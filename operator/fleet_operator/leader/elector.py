@@ -122,10 +122,12 @@ class Elector:
             LOG.info("gave the lease back")
 
     async def _renew(self) -> None:
-        left_s = self._fence.open_s
+        """A connection may be silent for ever (its API server's machine died): there is time for another one."""
         try:
-            async with asyncio.timeout(max(0.0, left_s)):
-                step = await self.attempt()
+            try:
+                step = await self._attempt_within(self._candidate.terms.renew_s / 2)
+            except TimeoutError:
+                step = await self._attempt_within(self._fence.open_s)
         except (ClusterError, TimeoutError) as error:
             LOG.warning("the lease was not renewed: %s; %.1f s left", error or "no answer in time", self._fence.open_s)
         else:
@@ -133,6 +135,10 @@ class Elector:
                 raise LeadershipLostError(step.reason)
         if self._fence.open_s <= 0:
             raise LeadershipLostError("it could not be renewed in time")
+
+    async def _attempt_within(self, most_s: float) -> Step:
+        async with asyncio.timeout(max(0.0, min(most_s, self._fence.open_s))):
+            return await self.attempt()
 
     async def attempt(self) -> Step:
         """One look and what follows from it. The fence is extended from before the request, and what is read is as old as its

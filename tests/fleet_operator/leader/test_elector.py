@@ -266,6 +266,37 @@ def test_one_lost_answer_is_survived():
     played(scenario)
 
 
+@pytest.mark.parametrize("asks", ["apply", "get"])
+def test_one_question_that_nobody_answers_is_survived(asks: str):
+    """A connection to an API server whose machine has died says nothing for ever: the one attempt took all of the time that there
+    was, and the leader ended though the others answered."""
+
+    async def scenario(world: World) -> None:
+        fence, hung = Fence(), asyncio.Event()
+        wire = Wire(world.store)
+        terms = Terms(lease_s=2, renew_s=1.2, retry_s=0.1)
+        one = Elector(wire, world.store.writer("births"), Candidate("ns", "lease", "a", terms), fence)  # type: ignore[arg-type]
+        await one.attempt()
+        wire.answers_lost = int(asks == "get")  # then it is read before it is renewed again
+        answers = getattr(wire, asks)
+
+        async def silent_once(*args: Any, **more: Any) -> Any:
+            if not hung.is_set() and not wire.answers_lost:
+                hung.set()
+                await asyncio.sleep(3_600)
+            return await answers(*args, **more)
+
+        setattr(wire, asks, silent_once)
+        keeping = asyncio.ensure_future(one.keep())
+        done, _ = await asyncio.wait({keeping}, timeout=2.5)
+        assert hung.is_set()
+        assert not done
+        assert fence.open_s > 0
+        keeping.cancel()
+
+    played(scenario)
+
+
 def test_a_released_lease_is_taken_at_once():
     async def scenario(world: World) -> None:
         a, b = Process(world, "a"), Process(world, "b")
