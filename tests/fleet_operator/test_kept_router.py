@@ -10,9 +10,18 @@ import pytest
 
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.fleet import FleetSpec
-from fleet_operator.cluster.interface import DEPLOYMENT, FLEET
+from fleet_operator.cluster.interface import DEPLOYMENT, FLEET, POD, SERVICE_ACCOUNT
+from fleet_operator.names import FLEET as FLEET_LABEL
+from fleet_operator.names import MANAGED_BY, MANAGER, ROLE, ROUTER_ROLE
 from fleet_operator.render import fleet as rendering
-from fleet_operator.render.kept_router import NOT_OF_ROUTERS, ROUTER_MADE, ROUTER_PARTS, ROUTERS_RENEWED_AT, asked_of
+from fleet_operator.render.kept_router import (
+    NOT_OF_ROUTERS,
+    ROUTER_ACCOUNT,
+    ROUTER_MADE,
+    ROUTER_PARTS,
+    ROUTERS_RENEWED_AT,
+    asked_of,
+)
 from fleet_operator.render.revision import RESTARTED_AT
 from fleet_operator.settings import Platform
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
@@ -68,6 +77,50 @@ def test_what_somebody_edits_is_undone_as_it_was(monkeypatch: pytest.MonkeyPatch
             kept = found["spec"]["template"] == before["spec"]["template"]
             assert kept is (edited is _another_image)
         assert image_of(found) == TOMORROW.router_image, "a note that somebody edited is no note: made as this version does"
+
+    play(scenario)
+
+
+async def routers_pod(world: World, name: str) -> None:
+    marks = {FLEET_LABEL: "f", MANAGED_BY: MANAGER, ROLE: ROUTER_ROLE}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": NAMESPACE, "labels": marks}}
+    await world.user.apply({**pod, "spec": {"containers": [{"name": "router", "image": "r"}]}})
+
+
+def test_routers_whose_account_was_made_again_are_made_anew_once():
+    """The API server knows no token of an account that was deleted, also when there is one of its name again: they were deaf to
+    every change of their fleet until the kubelet brought another token, 48 minutes later."""
+
+    async def scenario(world: World) -> None:
+        await routers_pod(world, "f-router-a")
+        await world.settle()
+        before = await router(world)
+        world.now += 3_600
+        await world.user.delete(SERVICE_ACCOUNT, NAMESPACE, "f-router")
+        await world.settle()
+        account = await world.store.get(SERVICE_ACCOUNT, NAMESPACE, "f-router")
+        template = (await router(world))["spec"]["template"]
+        assert template["metadata"]["annotations"] == {ROUTER_ACCOUNT: account["metadata"]["uid"]}
+        assert template["spec"] == before["spec"]["template"]["spec"]
+        await routers_pod(world, "f-router-b")
+        await world.user.delete(POD, NAMESPACE, "f-router-a", grace_s=0)
+        await world.settle()
+        assert (await router(world))["spec"]["template"] == template
+        world.operator = world.new_operator()
+        assert await world.step() == []
+
+    play(scenario)
+
+
+def test_what_two_api_servers_make_at_once_may_be_seconds_apart():
+    """Their clocks are: the pods of a new fleet's routers may seem to be older than their account."""
+
+    async def scenario(world: World) -> None:
+        await routers_pod(world, "f-router-a")
+        world.now += 5
+        await world.user.delete(SERVICE_ACCOUNT, NAMESPACE, "f-router")
+        await world.settle()
+        assert "annotations" not in (await router(world))["spec"]["template"]["metadata"]
 
     play(scenario)
 

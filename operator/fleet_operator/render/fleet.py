@@ -27,9 +27,9 @@ from fleet_operator.names import (
 from fleet_operator.older import older, served_name
 from fleet_operator.pool_sizes import Sizes, sealed
 from fleet_operator.render.cascade import grown_into
-from fleet_operator.render.kept_router import ROUTER_MADE, asked_of, template_and_note
+from fleet_operator.render.kept_router import ROUTER_MADE, asked_of, template_and_note, with_account
 from fleet_operator.render.network import PORTS, port_of
-from fleet_operator.render.port import ADMIN_PORT, add_port, requests, routers_of
+from fleet_operator.render.port import ADMIN_PORT, add_port, requests, router_pods, routers_of
 from fleet_operator.render.template import security
 from fleet_operator.render.worker import HUNG_GRACE_S, drain_timeout_s
 from fleet_operator.settings import Platform
@@ -246,7 +246,7 @@ def render_router(
             "ports": _service_ports(fleet.spec.routing),
         },
     }
-    return [account, role, binding, service, _deployment(fleet, owner, platform, selector, live.get(("Deployment", name)))]
+    return [account, role, binding, service, _deployment(fleet, owner, platform, selector, live)]
 
 
 def _service_ports(routing: RoutingSpec) -> list[Object]:
@@ -290,8 +290,11 @@ def _meta(fleet: InferenceFleet, owner: Object) -> Object:
 
 
 def _deployment(
-    fleet: InferenceFleet, owner: Object, platform: Platform, selector: dict[str, str], found: Object | None
+    fleet: InferenceFleet, owner: Object, platform: Platform, selector: dict[str, str], live: Mapping[tuple[str, str], Object]
 ) -> Object:
+    name = router_name(fleet.metadata.name)
+    found, account = live.get(("Deployment", name)), live.get(("ServiceAccount", name))
+
     def template() -> Object:
         pod, marks = _router_pod(fleet, platform), labels(fleet.metadata.name, **{ROLE: ROUTER_ROLE})
         if any(port["name"] == ADMIN_PORT for port in pod["containers"][0]["ports"]):
@@ -299,6 +302,8 @@ def _deployment(
         return {"metadata": {"labels": marks}, "spec": pod}
 
     kept, note = template_and_note(None if platform.renew_routers else found, asked_of(fleet), template)
+    if platform.follow == "kube":
+        kept, note = with_account(kept, note, account, router_pods(fleet, live))
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",

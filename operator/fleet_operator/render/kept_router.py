@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -20,10 +20,15 @@ import msgspec
 from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import GROUP
+from fleet_operator.observe import timestamp
 from fleet_operator.render.revision import RESTARTED_AT
 
 ROUTER_MADE: Final = f"{GROUP}/router-made"
 """On the Deployment: the template of its pods as somebody's version made it. Without it they are made anew."""
+ROUTER_ACCOUNT: Final = f"{GROUP}/router-account"
+"""On the pods' template: uid of the ServiceAccount that was made again, so that they were made anew."""
+CLOCKS_S: Final = 60.0
+"""Clocks of two API servers are not that far apart."""
 ROUTERS_RENEWED_AT: Final = f"{GROUP}/routers-renewed-at"
 """Annotation of a fleet: with another value its routers are made anew, and its workers stay."""
 ROUTER_PARTS: Final = ("routing", "limits", "tenants", "classes", "slo", "telemetry", "peer_key")
@@ -65,7 +70,30 @@ def template_and_note(found: Object | None, asked: str, make: Callable[[], Objec
         if made.asked == asked and made.seal == _digest(made.template):
             return made.template, note
     template = make()
-    return template, msgspec.json.encode(_Made(asked, _digest(template), template)).decode()
+    return template, _note(asked, template)
+
+
+def with_account(template: Object, note: str, account: Object | None, pods: Iterable[Object]) -> tuple[Object, str]:
+    """The same, but where router pods are older than their ServiceAccount: the API server does not know their tokens any more,
+    and their kubelets bring others only when these would be over (an hour)."""
+    made_at = None if account is None else _made_at(account)
+    old = made_at is not None and any(made_at - (_made_at(pod) or made_at) > CLOCKS_S for pod in pods)
+    if account is None or not old:
+        return template, note
+    meta = template["metadata"]
+    marks = {**meta.get("annotations", {}), ROUTER_ACCOUNT: account["metadata"]["uid"]}
+    template = {**template, "metadata": {**meta, "annotations": marks}}
+    asked = msgspec.json.decode(note, type=_Made).asked
+    return template, _note(asked, template)
+
+
+def _made_at(obj: Object) -> float | None:
+    """By the API server's clock."""
+    return timestamp(obj["metadata"].get("creationTimestamp"))
+
+
+def _note(asked: str, template: Object) -> str:
+    return msgspec.json.encode(_Made(asked, _digest(template), template)).decode()
 
 
 def _digest(value: object) -> str:

@@ -43,13 +43,17 @@ def requests(processes: int) -> dict[str, str]:
     }
 
 
+def router_pods(fleet: InferenceFleet, live: Mapping[tuple[str, str], Object]) -> list[Object]:
+    """`live`: (kind, name) → object."""
+    wanted = {FLEET: fleet.metadata.name, ROLE: ROUTER_ROLE}.items()
+    return [pod for (kind, _), pod in live.items() if kind == "Pod" and wanted <= pod["metadata"].get("labels", {}).items()]
+
+
 def routers_of(fleet: InferenceFleet, live: Mapping[tuple[str, str], Object]) -> tuple[str, ...]:
     """Addresses of the router pods, for gossip; empty without it."""
     if fleet.spec.routing.gossip is None and not gossips(fleet):
         return ()
-    wanted = {FLEET: fleet.metadata.name, ROLE: ROUTER_ROLE}.items()
-    pods = [pod for (kind, _), pod in live.items() if kind == "Pod" and wanted <= pod["metadata"].get("labels", {}).items()]
-    return tuple(sorted({ip for pod in pods if (ip := (pod.get("status") or {}).get("podIP"))}))
+    return tuple(sorted({ip for pod in router_pods(fleet, live) if (ip := (pod.get("status") or {}).get("podIP"))}))
 
 
 def add_port(fleet: InferenceFleet, platform: Platform, container: Object, spec: Object) -> None:
