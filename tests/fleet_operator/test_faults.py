@@ -204,6 +204,24 @@ def test_an_audit_tells_of_changes_that_no_watch_told():
     play(scenario)
 
 
+def test_an_operator_whose_cluster_was_restored_from_a_backup_begins_anew(monkeypatch: pytest.MonkeyPatch):
+    """Its caches and watches were of a future that there was no more: it took no change of any fleet until the versions had come
+    as far again, hours or days later, and said nothing."""
+    monkeypatch.setattr(audits, "AUDIT_S", 0.0)
+    answers = ["500", "499", "501", "opaque", "300", "301", "502", "303", "304", "305"]
+
+    async def scenario(world: World) -> None:
+        async def versions(*_: Any) -> Listed:
+            return Listed({}, answers.pop(0))
+
+        monkeypatch.setattr(world.store, "versions", versions)
+        with pytest.raises(audits.RestoredError, match=r"Lists of pods have version 305, and had 502"):
+            async with asyncio.timeout(5):
+                await audits.audit(world.store, world.operator, [POD], [NAMESPACE])
+
+    play(scenario)
+
+
 def test_a_list_that_is_older_than_the_watch_tells_nothing():
     objects, labels = FleetObjects(), {"inferencefleet.io/fleet": "f"}
     meta = {"name": "p", "namespace": "n", "uid": "u", "resourceVersion": "9", "labels": labels}
