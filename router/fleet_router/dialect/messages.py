@@ -9,7 +9,7 @@ import msgspec
 
 from fleet_router.dialect.calls import Calls
 from fleet_router.dialect.chat import Choice, Completion, Message, ToolCall, Usage
-from fleet_router.dialect.messages_request import MessagesRequest, chat_request
+from fleet_router.dialect.messages_request import NO_THREADS, MessagesRequest, chat_request
 from fleet_router.dialect.translation import ENDED, ChatTranslation, event, parsed
 from fleet_router.errors import RequestError
 from fleet_wire.unreadable import UNREADABLE
@@ -32,7 +32,10 @@ CUT: Final = frozenset({"max_tokens", "stop_sequence", "refusal"})
 def error_object(error: RequestError, request_id: str) -> dict[str, Any]:
     """Anthropic's error shape."""
     kind = KINDS.get(error.status) or ("invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}
+    told: dict[str, Any] = {"type": kind, "message": str(error)}
+    if error.reason == NO_THREADS:
+        told["details"] = {"error_code": error.reason}
+    return {"type": "error", "error": told, "request_id": request_id}
 
 
 class Messages(ChatTranslation):

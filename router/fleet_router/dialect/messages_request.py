@@ -18,6 +18,9 @@ FAILED: Final = "The tool call failed."
 BILLING: Final = "x-anthropic-billing-header"
 """A line before Claude Code's system prompt with a hash of each request: no two of its prompts would begin alike, no worker would
 hold one's beginning. vLLM takes it out, too."""
+NO_THREADS: Final = "thread_unsupported_request"
+"""What Anthropic's API says of a request whose conversation it cannot keep. Its own clients go on without a thread then; their
+tool runner asks for one unless told not to."""
 BUDGET_LEAST: Final = 1_024
 """Tokens of thought, as Anthropic has it."""
 Passed = msgspec.Raw
@@ -165,6 +168,8 @@ class MessagesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     speed: Passed = NOTHING
     diagnostics: Passed = NOTHING
     """Why the provider's cache did not hold a prompt."""
+    thread: dict[str, Any] | None = None
+    """A conversation that the provider is to keep, or has kept."""
 
 
 class CountRequest(msgspec.Struct, frozen=True):
@@ -190,7 +195,10 @@ def count_request(asked: CountRequest) -> dict[str, Any]:
 
 
 def chat_request(asked: MessagesRequest) -> dict[str, Any]:
-    """The chat request, without stream fields."""
+    """The chat request, without stream fields; RequestError 400 for a conversation that nobody keeps."""
+    if asked.thread is not None:
+        told = "thread: this router keeps no conversations: send all of it in messages"
+        raise RequestError(400, told, param="thread", reason=NO_THREADS)
     choice = asked.tool_choice
     single = choice is not None and choice.disable_parallel_tool_use
     return given(

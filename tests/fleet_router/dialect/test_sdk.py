@@ -91,6 +91,49 @@ def test_anthropic_streams_a_call_without_arguments_as_one_of_an_empty_object(pi
 
 
 @pytest.mark.parametrize("streamed", [False, True])
+def test_anthropics_tool_runner_goes_on_without_the_thread_that_nobody_keeps(streamed: bool):
+    """It asks the server to hold the conversation, unless that says in the API's own words that it cannot: any other refusal
+    ended each of its runs."""
+
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = says(CALLS, "tool_calls")
+
+        @anthropic.beta_async_tool
+        async def weather(city: str) -> str:
+            """The weather of a city."""
+            rig.decode[0].behave = says(TEXT)
+            return f"rain in {city}"
+
+        async with claude(rig) as client:
+            runner: Any = client.beta.messages.tool_runner(
+                model="m", max_tokens=8, messages=TURNS, tools=[weather], stream=streamed
+            )
+            message = await runner.until_done()
+        assert [block.text for block in message.content] == ["Hello."]
+        first, second = rig.decode[0].seen
+        assert len(first["messages"]) == 1
+        assert [turn["role"] for turn in second["messages"]] == ["user", "assistant", "tool"]
+        assert second["messages"][2]["content"] == "rain in Bonn"
+
+    run(go, prefill=0)
+
+
+def test_a_thread_is_refused_by_name_and_none_is_no_thread():
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = says(TEXT)
+        asked: dict[str, Any] = {"model": "m", "max_tokens": 8, "messages": TURNS}
+        async with claude(rig) as client:
+            for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+                with pytest.raises(anthropic.BadRequestError, match="thread: this router keeps no conversations") as told:
+                    await client.beta.messages.create(**asked, thread=thread)
+                assert told.value.body["error"]["details"] == {"error_code": "thread_unsupported_request"}
+            await client.beta.messages.create(**asked, thread=None)
+        assert len(rig.decode[0].seen) == 1
+
+    run(go, prefill=0)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
 def test_anthropic_thoughts_come_in_a_block_of_their_own(streamed: bool):
     async def go(rig: Rig) -> None:
         rig.decode[0].behave = says(THOUGHT)
