@@ -45,6 +45,8 @@ def with_config(folder: Path, **change: Any) -> Path:
             "sliding_window attention",
         ),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "sliding_window attention"),
+        ({"is_causal": False}, "is_causal False is not supported; supported: True"),  # transformers: each token sees all others
+        ({"is_causal": None}, "is_causal None is not supported"),  # there too: null is not true
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type=yarn"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),
         ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0, at least 1"),

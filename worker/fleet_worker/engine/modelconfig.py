@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.engine.errors import ModelFilesError
@@ -29,6 +30,8 @@ PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min
 WINDOW = 4096
 """Tokens that a model with sliding attention sees where its config does not say: transformers' default; null says all."""
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {"is_causal": (True,)}
+"""Fields by which transformers or vLLM compute these architectures in another way than we do, and what asks for ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,10 @@ def read_config(folder: Path) -> ModelConfig:
         )
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelFilesError(f"{folder}/config.json: hidden_act {raw['hidden_act']!r} is not supported; supported: silu")
+    for name, neutral in NEUTRAL.items():
+        if name in raw and raw[name] not in neutral:
+            served = ", ".join(map(str, neutral))
+            raise ModelFilesError(f"{folder}/config.json: {name} {raw[name]!r} is not supported; supported: {served}")
     if raw.get("sliding_window", WINDOW) and (architecture == "MistralForCausalLM" or raw.get("use_sliding_window")):
         raise ModelFilesError(f"{folder}/config.json: sliding_window attention is not supported")
     if raw.get("quantization_config"):
