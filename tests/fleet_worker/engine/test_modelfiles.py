@@ -35,6 +35,7 @@ def with_config(folder: Path, **change: Any) -> Path:
     ("change", "words"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, Mistral"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "is not supported; supported"),
         ({"architectures": 5}, "architecture \\? is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"a": 1}}, "quantization_config"),
@@ -45,6 +46,11 @@ def with_config(folder: Path, **change: Any) -> Path:
             "sliding_window attention",
         ),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "sliding_window attention"),
+        # transformers goes by the type: Granite has multipliers, Gemma another norm, both under Llama's names of tensors
+        ({"model_type": "granite"}, "model_type 'granite' is not that of LlamaForCausalLM, which is 'llama'"),
+        ({"model_type": "qwen2"}, "model_type 'qwen2' is not that of LlamaForCausalLM"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None, "model_type": "llama"}, "which is 'mistral'"),
+        ({"model_type": ["llama"]}, "model_type \\['llama'\\] is not that of"),
         ({"is_causal": False}, "is_causal False is not supported; supported: True"),  # transformers: each token sees all others
         ({"is_causal": None}, "is_causal None is not supported"),  # there too: null is not true
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type=yarn"),

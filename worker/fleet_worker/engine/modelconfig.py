@@ -29,7 +29,8 @@ MAX_TEMPERATURE = 2.0
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_p")
 WINDOW = 4096
 """Tokens that a model with sliding attention sees where its config does not say: transformers' default; null says all."""
-SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+SUPPORTED: Final = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2"}
+"""Architectures that vLLM goes by, each with the type that transformers goes by."""
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {"is_causal": (True,)}
 """Fields by which transformers or vLLM compute these architectures in another way than we do, and what asks for ours."""
 
@@ -74,24 +75,33 @@ def read_config(folder: Path) -> ModelConfig:
     raw = _read_json(folder / "config.json")
     named = raw.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else "?"
-    if architecture not in SUPPORTED:
+    if not isinstance(architecture, str) or architecture not in SUPPORTED:
         raise ModelFilesError(
             f"{folder}/config.json: architecture {architecture} is not supported; supported: {', '.join(SUPPORTED)}"
         )
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ModelFilesError(f"{folder}/config.json: hidden_act {raw['hidden_act']!r} is not supported; supported: silu")
-    for name, neutral in NEUTRAL.items():
-        if name in raw and raw[name] not in neutral:
-            served = ", ".join(map(str, neutral))
-            raise ModelFilesError(f"{folder}/config.json: {name} {raw[name]!r} is not supported; supported: {served}")
-    if raw.get("sliding_window", WINDOW) and (architecture == "MistralForCausalLM" or raw.get("use_sliding_window")):
-        raise ModelFilesError(f"{folder}/config.json: sliding_window attention is not supported")
-    if raw.get("quantization_config"):
-        raise ModelFilesError(f"{folder}/config.json: quantization_config is not supported by the torch engine")
     try:
+        _refuse_unlike(raw, architecture)
         return _checked(_typed(raw, architecture, _eos_ids(raw, folder)))
     except ValueError as error:
         raise ModelFilesError(f"{folder}/config.json: {error}") from error
+
+
+def _refuse_unlike(raw: dict[str, Any], architecture: str) -> None:
+    """ValueError for the first field that asks for another arithmetic than ours."""
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported; supported: silu")
+    for name, neutral in NEUTRAL.items():
+        if name in raw and raw[name] not in neutral:
+            raise ValueError(f"{name} {raw[name]!r} is not supported; supported: {', '.join(map(str, neutral))}")
+    if raw.get("sliding_window", WINDOW) and (architecture == "MistralForCausalLM" or raw.get("use_sliding_window")):
+        raise ValueError("sliding_window attention is not supported")
+    kind, ours = raw.get("model_type"), SUPPORTED[architecture]
+    if kind not in (None, ours):
+        raise ValueError(
+            f"model_type {kind!r} is not that of {architecture}, which is {ours!r}: nothing says which of them counts"
+        )
+    if raw.get("quantization_config"):
+        raise ValueError("quantization_config is not supported by the torch engine")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
