@@ -54,6 +54,18 @@ def with_config(folder: Path, **change: Any) -> Path:
         ({"is_causal": False}, "is_causal False is not supported; supported: True"),  # transformers: each token sees all others
         ({"is_causal": None}, "is_causal None is not supported"),  # there too: null is not true
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type=yarn"),
+        # one rotation for each kind of layer: all were rotated by the default base
+        (
+            {"rope_theta": None, "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}},
+            "full_attention of rope_parameters: another rotation for some layers is not supported",
+        ),
+        ({"rope_scaling": {"sliding_attention": None, "full_attention": {"rope_theta": 5e5}}}, "full_attention of rope_scaling"),
+        # vLLM rotates this part of each head alone
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported; supported: None, 1"),
+        (
+            {"partial_rotary_factor": 1, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor 0.5 is not supported",
+        ),
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),
         ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0, at least 1"),
         ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),

@@ -31,7 +31,9 @@ WINDOW = 4096
 """Tokens that a model with sliding attention sees where its config does not say: transformers' default; null says all."""
 SUPPORTED: Final = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2"}
 """Architectures that vLLM goes by, each with the type that transformers goes by."""
-NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {"is_causal": (True,)}
+NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "is_causal": (True,), "partial_rotary_factor": (None, 1),
+}  # fmt: skip
 """Fields by which transformers or vLLM compute these architectures in another way than we do, and what asks for ours."""
 
 
@@ -90,9 +92,9 @@ def _refuse_unlike(raw: dict[str, Any], architecture: str) -> None:
     """ValueError for the first field that asks for another arithmetic than ours."""
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported; supported: silu")
-    for name, neutral in NEUTRAL.items():
-        if name in raw and raw[name] not in neutral:
-            raise ValueError(f"{name} {raw[name]!r} is not supported; supported: {', '.join(map(str, neutral))}")
+    for name, said in [*raw.items(), *_rope(raw).items()]:
+        if said not in (neutral := NEUTRAL.get(name, (said,))):
+            raise ValueError(f"{name} {said!r} is not supported; supported: {', '.join(map(str, neutral))}")
     if raw.get("sliding_window", WINDOW) and (architecture == "MistralForCausalLM" or raw.get("use_sliding_window")):
         raise ValueError("sliding_window attention is not supported")
     kind, ours = raw.get("model_type"), SUPPORTED[architecture]
@@ -118,7 +120,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _typed(raw: dict[str, Any], architecture: str, eos_ids: tuple[int, ...]) -> ModelConfig:
     hidden, heads = _whole(raw.get("hidden_size"), "hidden_size"), _whole(raw.get("num_attention_heads"), "num_attention_heads")
-    rope = _object(raw, "rope_scaling") or _object(raw, "rope_parameters")  # one of both, as transformers and vLLM read them
+    rope = _rope(raw)
     thetas = (rope.get("rope_theta"), raw.get("rope_theta"), 10_000.0)
     qwen = architecture == "Qwen2ForCausalLM"
     return ModelConfig(
@@ -164,6 +166,16 @@ def _checked(config: ModelConfig) -> ModelConfig:
     if any(not 0 <= token < config.vocab_size for token in config.eos_ids):
         raise ValueError(f"eos_token_id {list(config.eos_ids)} is outside the vocabulary of {config.vocab_size}")
     return config
+
+
+def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """One of both, as transformers and vLLM read them."""
+    name = "rope_scaling" if _object(raw, "rope_scaling") else "rope_parameters"
+    found = _object(raw, name)
+    for key, value in found.items():
+        if isinstance(value, dict):
+            raise ValueError(f"{key} of {name}: another rotation for some layers is not supported")
+    return found
 
 
 def _rope_scaling(raw: dict[str, Any], original: Any) -> RopeScaling | None:
