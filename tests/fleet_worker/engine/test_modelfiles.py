@@ -54,6 +54,20 @@ def with_config(folder: Path, **change: Any) -> Path:
         ({"is_causal": False}, "is_causal False is not supported; supported: True"),  # transformers: each token sees all others
         ({"is_causal": None}, "is_causal None is not supported"),  # there too: null is not true
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type=yarn"),
+        # vLLM goes by layer_types in all three, transformers in one; by the others vLLM or transformers alone
+        ({"layer_types": ["sliding_attention"] * 4, "sliding_window": 8}, "layer_types has 'sliding_attention'; supported: full"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "model_type": "qwen2",
+                "layer_types": ["full_attention", "chunked_attention"],
+            },
+            "layer_types has 'chunked_attention'",
+        ),
+        ({"layer_types": "full_attention"}, "layer_types 'full_attention' is no list"),
+        ({"per_layer_config": {"0": {"rms_norm_eps": 0.5}}}, "per_layer_config .* is not supported"),
+        ({"logit_scale": 0.25}, "logit_scale 0.25 is not supported; supported: None, 1"),
+        ({"llama_4_scaling": {"beta": 0.1, "original_max_position_embeddings": 64}}, "llama_4_scaling .* is not supported"),
         # one rotation for each kind of layer: all were rotated by the default base
         (
             {"rope_theta": None, "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}},

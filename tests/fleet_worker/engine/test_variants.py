@@ -26,6 +26,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "theta-in-scaling": {"rope_theta": None, "rope_scaling": {**LLAMA3, "rope_theta": 5e5}},
     "scaling-and-parameters": {"rope_scaling": LLAMA3, "rope_parameters": WIDE},
     "context-beside-scaling": {"rope_scaling": LLAMA3, "original_max_position_embeddings": 64},
+    "all-layers-full": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "layer_types": ["full_attention"] * 4, "sliding_window": 8,
+    },
     "whole-heads": {"partial_rotary_factor": 1.0},
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},

@@ -32,7 +32,8 @@ WINDOW = 4096
 SUPPORTED: Final = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2"}
 """Architectures that vLLM goes by, each with the type that transformers goes by."""
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
-    "is_causal": (True,), "partial_rotary_factor": (None, 1),
+    "is_causal": (True,), "partial_rotary_factor": (None, 1), "per_layer_config": (None, {}), "logit_scale": (None, 1),
+    "llama_4_scaling": (None,),
 }  # fmt: skip
 """Fields by which transformers or vLLM compute these architectures in another way than we do, and what asks for ours."""
 
@@ -97,6 +98,10 @@ def _refuse_unlike(raw: dict[str, Any], architecture: str) -> None:
             raise ValueError(f"{name} {said!r} is not supported; supported: {', '.join(map(str, neutral))}")
     if raw.get("sliding_window", WINDOW) and (architecture == "MistralForCausalLM" or raw.get("use_sliding_window")):
         raise ValueError("sliding_window attention is not supported")
+    if not isinstance(layers := raw.get("layer_types") or [], list):
+        raise ValueError(f"layer_types {layers!r} is no list")
+    if other := [layer for layer in layers if layer != "full_attention"]:
+        raise ValueError(f"layer_types has {other[0]!r}; supported: full_attention")
     kind, ours = raw.get("model_type"), SUPPORTED[architecture]
     if kind not in (None, ours):
         raise ValueError(
