@@ -136,6 +136,15 @@ def test_numbers_of_rotation_and_norm_that_divide_by_zero_are_refused_by_name(tm
         read_config(with_config(tmp_path, **change))
 
 
+@pytest.mark.parametrize(("older", "newer", "counts"), [("float32", "bfloat16", "bfloat16"), ("float16", None, "float16")])
+def test_of_both_names_of_the_dtype_the_newer_counts_as_in_transformers(tmp_path: Path, older: str, newer: Any, counts: str):
+    from transformers import AutoConfig
+
+    with_config(tmp_path, torch_dtype=older, dtype=newer)
+    assert read_config(tmp_path).dtype == counts
+    assert AutoConfig.from_pretrained(tmp_path).dtype == getattr(torch, counts)
+
+
 def test_a_number_is_the_same_however_it_is_written(tmp_path: Path):
     """Workers of one model compare digests that are made of it."""
     whole = repr(read_config(with_config(tmp_path, rope_theta=500_000, rope_scaling=LLAMA3)))

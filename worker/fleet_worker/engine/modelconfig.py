@@ -145,7 +145,7 @@ def _typed(raw: dict[str, Any], architecture: str, eos_ids: tuple[int, ...]) -> 
         qkv_bias=qwen or bool(raw.get("attention_bias", False)),
         output_bias=not qwen and bool(raw.get("attention_bias", False)),
         mlp_bias=bool(raw.get("mlp_bias", False)),
-        dtype=str(raw.get("torch_dtype") or raw.get("dtype") or "float32"),
+        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         eos_ids=eos_ids,
         bos_id=raw.get("bos_token_id"),
     )
