@@ -52,12 +52,21 @@ ALIKE = {
 }
 """Arguments that must say the same in both roles: vLLM's NIXL compatibility hash (dtype, cache dtype, backend, hybrid manager)
 and what the blocks hold (llm-d #1189, vLLM #14952: answers are wrong or the hand-off fails at the first request)."""
+PROMPTS = dict.fromkeys(
+    (
+        "tokenizer", "tokenizer-revision", "tokenizer-mode", "chat-template", "chat-template-content-format",
+        "default-chat-template-kwargs", "exclude-tools-when-tool-choice-none", "mm-processor-kwargs", "media-io-kwargs",
+    ),
+    "both roles make the tokens of a request, and nothing compares them: decode would read the KV of another prompt",
+)  # fmt: skip
+"""Arguments that decide what tokens a request is."""
+PROMPTS_ENV = {"TZ": "templates are told the day: decode would read the KV of another prompt"}
 ALIKE_ENV = {
     "PYTHONHASHSEED": "hashes of KV blocks would differ (LMCache #1133, #2511: decode never finds what prefill stored)",
     "VLLM_ATTENTION_BACKEND": "each backend lays KV blocks out in its own way",
     "VLLM_KV_CACHE_LAYOUT": "the layouts of KV blocks would differ",
 }
-BLOCK_ARGS = (*ALIKE, "block-size")
+BLOCK_ARGS = (*ALIKE, *PROMPTS, "block-size")
 """Arguments that decide what KV blocks hold and how long they are."""
 STAGED = "; KV of a device goes over tcp there, too: without RDMA UCX reads no other pod's GPU memory"
 """Measured on an H100 (operator/README.md, "Without RDMA")."""
@@ -75,8 +84,8 @@ def refusals(manifest: Raw) -> list[str]:
     if _vllm(spec):
         found += _shortened(spec)
         for index in range(len(spec["tiers"])):
-            found += [*_unlike(spec, index), *_unlike_env(spec, index), *_drafters(spec, index), *_blocks(spec, index)]
-            found += _spread(spec, index)
+            found += [*_unlike(spec, index, ALIKE), *_unlike_env(spec, index, ALIKE_ENV), *_drafters(spec, index)]
+            found += [*_blocks(spec, index), *_spread(spec, index)]
     return list(dict.fromkeys(found))
 
 
@@ -87,6 +96,7 @@ def refusals_applied(manifest: Raw) -> list[str]:
     found = [*refusals(manifest), *unmakeable_everywhere(spec)]
     for index in range(len(spec["tiers"])):
         found += unmakeable(spec, index)
+        found += [*_unlike(spec, index, PROMPTS), *_unlike_env(spec, index, PROMPTS_ENV)] if _vllm(spec) else []
     return list(dict.fromkeys([*found, *(_joined(spec) if _vllm(spec) else ())]))
 
 
@@ -112,9 +122,17 @@ def _kv_of(spec: Raw, index: int, role: str) -> dict[str, Any]:
     drafter = arguments.get("speculative-config")
     if drafter is not None and _drafts(drafter.value):
         found["--speculative-config"] = drafter.value
+    if any(found.get(f"--{name}", "").startswith("/") for name in PROMPTS):
+        found |= _files_of(tier, role)
     variables = _env_of(tier, role)
-    found |= {name: variables[name] for name in ALIKE_ENV if name in variables}
+    found |= {name: variables[name] for name in (*ALIKE_ENV, *PROMPTS_ENV) if name in variables}
     return found | {name: shape[name] for name in SPLIT if shape.get(name, 1) != 1}
+
+
+def _files_of(tier: Raw, role: str) -> dict[str, Any]:
+    """What is mounted in a role's pods: another ConfigMap may be another file at the path that an argument names."""
+    template = (tier.get(role) or {}).get("podTemplate") or {}
+    return {name: template[name] for name in ("volumes", "volumeMounts") if template.get(name)}
 
 
 def _env_of(tier: Raw, role: str) -> dict[str, str]:
@@ -156,9 +174,9 @@ def _args(spec: Raw) -> Iterator[tuple[Sequence[Any], str]]:
             yield (tier.get(role) or {}).get("args") or (), f"spec.tiers[{index}].{role}.args"
 
 
-def _unlike(spec: Raw, index: int) -> Iterator[str]:
+def _unlike(spec: Raw, index: int, alike: Mapping[str, str]) -> Iterator[str]:
     prefill, decode = of_role(spec, index, "prefill"), of_role(spec, index, "decode")
-    for name, why in ALIKE.items():
+    for name, why in alike.items():
         ours, theirs = prefill.get(name), decode.get(name)
         if (ours and ours.value) != (theirs and theirs.value):
             said = f"prefill has {_said(ours)}, decode has {_said(theirs)}"
@@ -169,9 +187,9 @@ def _said(argument: Argument | None) -> str:
     return "none" if argument is None else argument.value or "it"
 
 
-def _unlike_env(spec: Raw, index: int) -> Iterator[str]:
+def _unlike_env(spec: Raw, index: int, alike: Mapping[str, str]) -> Iterator[str]:
     values = [_env_of(spec["tiers"][index], role) for role in ROLES]
-    for name, why in ALIKE_ENV.items():
+    for name, why in alike.items():
         if values[0].get(name) != values[1].get(name):
             yield f"spec.tiers[{index}]: Invalid value: env {name} must be the same in both roles: {why}"
 

@@ -117,6 +117,7 @@ GOOD = [
     ("blanks in values", spec(args=['--x={"b": 1}', "--override", '{"b": "--c d"}', "--note=a b", "- a b"])),
     ("the same in both roles", roles({"args": ["--dtype=float16"]}, {"args": ["--dtype", "float16"]})),
     ("for the fleet and again for a role", spec(args=["--dtype=float16"], tier={"prefill": {"args": ["--dtype=float16"]}})),
+    ("one template for both", spec(args=["--chat-template=/etc/t.jinja"])),
     ("n-gram speculation where tokens are made", roles({}, {"args": ['--speculative-config={"method":"ngram"}']})),
     ("n-gram speculation by its model", roles({}, {"args": ['--speculative-config={"model":"ngram"}']})),
     (
@@ -161,6 +162,24 @@ def test_name_and_value_in_one_word_are_refused_when_they_are_applied(manifest: 
     """Whoever runs already keeps its operator: its older revision may serve."""
     (told,) = refusals_applied(manifest)
     assert told.startswith(words)
+    parse_fleet(manifest)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "words"),
+    [
+        (
+            roles({"args": ["--chat-template=/a"]}, {}),
+            "--chat-template must be the same in both roles (prefill has /a, decode has",
+        ),
+        (roles({}, {"args": ["--tokenizer", "o/t"]}), "--tokenizer must be the same in both roles"),
+        (roles({"podTemplate": {"env": [{"name": "TZ", "value": "UTC"}]}}, {}), "env TZ must be the same in both roles"),
+    ],
+)
+def test_roles_that_make_other_tokens_of_a_request_are_refused_when_they_are_applied(manifest: dict[str, Any], words: str):
+    """Decode would answer by the KV of another prompt, with 200: NIXL compares none."""
+    (told,) = refusals_applied(manifest)
+    assert words in told
     parse_fleet(manifest)
 
 

@@ -58,6 +58,33 @@ def test_what_changes_kv_is_another_compatibility(other: dict[str, Any]) -> None
     assert compat(other) != compat(vllm())
 
 
+TEMPLATE = "--chat-template=/etc/chat/t.jinja"
+
+
+def mounted(name: str, *args: str) -> dict[str, Any]:
+    volume = {"name": "chat", "configMap": {"name": name}}
+    template = {"volumes": [volume], "volumeMounts": [{"name": "chat", "mountPath": "/etc/chat"}]}
+    return vllm([*args], **both(podTemplate=template))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param(vllm(), vllm([TEMPLATE]), id="template"),
+        pytest.param(vllm([TEMPLATE]), vllm(["--chat-template=/etc/chat/u.jinja"]), id="another-template"),
+        pytest.param(mounted("v1", TEMPLATE), mounted("v2", TEMPLATE), id="another-file-at-its-path"),
+        pytest.param(vllm(), vllm(["--tokenizer", "org/other"]), id="tokenizer"),
+        pytest.param(vllm(), vllm(["--tokenizer-mode=slow"]), id="tokenizer-mode"),
+        pytest.param(vllm(), vllm(["--default-chat-template-kwargs.enable_thinking=false"]), id="template-arguments"),
+        pytest.param(vllm(), vllm(**env("TZ", "Asia/Tokyo")), id="clock-of-templates"),
+    ],
+)
+def test_what_makes_other_tokens_of_a_request_is_another_compatibility(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Both legs render a conversation, and NIXL compares no prompts: in a rollout that set --chat-template new decode workers
+    read the KV of the old template's prompt, answered by it with 200, and kept it under the new one's name for all who came."""
+    assert compat(old) != compat(new)
+
+
 @pytest.mark.parametrize(
     "same",
     [
@@ -71,6 +98,10 @@ def test_what_changes_kv_is_another_compatibility(other: dict[str, Any]) -> None
 )
 def test_what_does_not_change_kv_is_none(same: dict[str, Any]) -> None:
     assert compat(same) == compat(vllm())
+
+
+def test_a_volume_that_no_argument_reads_changes_no_kv() -> None:
+    assert compat(mounted("v1")) == compat(mounted("v2")) == compat(vllm())
 
 
 def test_however_it_is_written_it_is_one_compatibility() -> None:
