@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from fleet_worker.engine.llama import Chunk, Llama
 from fleet_worker.engine.modelconfig import read_config
 from fleet_worker.engine.weights import load_weights
-from tests.fleet_worker.engine.test_modelfiles import with_config
+from tests.fleet_worker.engine.test_modelconfig import with_config
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
