@@ -46,6 +46,8 @@ def model(folder: Path, without: str, settings: dict[str, Any]) -> Path:
         ("", {"added_tokens_decoder": {"2": LISTED | {"content": "</s>", "rstrip": True}}}),
         (START, {"additional_special_tokens": [START]}),
         (START, {"extra_special_tokens": [START], "additional_special_tokens": ["<|im_end|>"]}),
+        ("", {"split_special_tokens": True}),
+        ("", {"split_special_tokens": True, "added_tokens_decoder": {"1024": LISTED | {"special": False}}}),
         ("", {"extra_special_tokens": {"begin": START}, "end_token": "<|im_end|>"}),
         ("", {"eos_token": LISTED | {"__type": "AddedToken", "content": "<|im_end|>"}}),
     ],

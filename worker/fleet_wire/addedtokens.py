@@ -14,7 +14,7 @@ FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 def add_named(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
     """Have the tokenizer know them; ValueError where the list of them is none. Those that its vocabulary has not get numbers of
-    their own, in their order."""
+    their own, in their order. With `split_special_tokens` the names of special ones are read as other text is."""
     from tokenizers import AddedToken
 
     tokens = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
@@ -24,6 +24,7 @@ def add_named(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
         tokens.setdefault(name, AddedToken(name, special=True, normalized=False)).special = True
     if missing := [token for token in tokens.values() if repr(token) not in before]:
         tokenizer.add_tokens(missing)
+    tokenizer.encode_special_tokens = settings.get("split_special_tokens") is True
 
 
 def _listed(raw: Any) -> list[AddedToken]:
