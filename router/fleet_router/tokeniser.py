@@ -14,7 +14,7 @@ import xxhash
 
 from fleet_router.kvindex.tokenised import cut
 from fleet_router.linear import is_linear
-from fleet_wire.addedtokens import add_named
+from fleet_wire.addedtokens import add_named, named_special
 from fleet_wire.budget import Steps, TooMuchError
 from fleet_wire.template import ChatTemplate, NoTemplateError
 
@@ -47,7 +47,6 @@ CONVERSATION = msgspec.json.encode([
     {"role": "system", "content": "You help."}, {"role": "user", "content": "Where to? " * 60},
     {"role": "assistant", "content": "There. " * 60}, {"role": "user", "content": "Why?"},
 ])  # fmt: skip
-SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 NOT_GIVEN = {"tools": None, "documents": None}
 """Engines give every template these, as Hugging Face's own rendering does: none is not the same as not defined."""
 
@@ -73,7 +72,7 @@ class Tokeniser:
         self._tokenizer.no_truncation()
         settings = _settings(files.get("tokenizer_config.json", "{}"))
         add_named(self._tokenizer, settings)
-        self._special = {name: _text(settings.get(name)) for name in SPECIAL}
+        self._special = named_special(settings)
         self._template = _template(files.get("chat_template.jinja") or settings.get("chat_template"))
         self._most_bytes = MOST_BYTES
         """Of a conversation: one of so many and of few messages cost too much, so that no other does."""
@@ -143,7 +142,7 @@ class Tokeniser:
             if (many := len(found)) > MESSAGES_MOST:
                 raise UnreadableError(f"more than {MESSAGES_MOST} messages")
             rows = [_row(message, self._template.takes_parts) for message in found]
-            given = {"messages": rows, "add_generation_prompt": True, **NOT_GIVEN, **self._special}
+            given = {**self._special, "messages": rows, "add_generation_prompt": True, **NOT_GIVEN}
             clock = self._clock
             began = clock()
             try:
@@ -216,11 +215,6 @@ def _settings(raw: str) -> dict[str, Any]:
     except msgspec.DecodeError as error:
         raise ValueError(f"tokenizer_config.json is not JSON: {error}") from error
     return found if isinstance(found, dict) else {}
-
-
-def _text(raw: Any) -> str:
-    found = raw.get("content") if isinstance(raw, dict) else raw
-    return found if isinstance(found, str) else ""
 
 
 def _template(source: Any) -> ChatTemplate | None:

@@ -66,6 +66,43 @@ def test_tokens_that_tokenizer_config_names_are_those_of_transformers(tmp_path: 
     assert Tokeniser(files).encode([SAID]) == [want]
 
 
+WRITES = (
+    "{{ messages[0].content }}|{{ bos_token }}|{{ eos_token }}|{{ sep_token }}|{{ cls_token }}|{{ image_token }}|{{ end_token }}|"
+    "{{ sep_token is defined }}"
+)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"bos_token": None},
+        {"bos_token": ""},
+        {"sep_token": "</s>", "cls_token": LISTED | {"__type": "AddedToken", "content": "<s>"}},
+        {"extra_special_tokens": {"image_token": START}},
+        {"extra_special_tokens": [START]},
+        {"end_token": "</s>", "add_bos_token": True},
+    ],
+)
+def test_a_template_is_given_the_special_tokens_that_transformers_gives_it(tmp_path: Path, settings: dict[str, Any]):
+    """All but four were empty in the prompt: 200, and an answer to another one."""
+    from transformers import AutoTokenizer
+
+    folder = model(tmp_path, "", settings | {"chat_template": WRITES})
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    asked = [{"role": "user", "content": "hello"}]
+    want = AutoTokenizer.from_pretrained(folder).apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert Text(folder).render_chat(asked) == want
+    files = {name: (folder / name).read_text() for name in ("tokenizer.json", "tokenizer_config.json")}
+    assert Tokeniser(files).render(json.dumps(asked).encode()) == want
+
+
+def test_no_special_token_takes_the_place_of_what_a_template_is_given(tmp_path: Path):
+    folder = model(tmp_path, "", {"extra_special_tokens": {"messages": "<s>"}, "chat_template": WRITES})
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    assert Text(folder).render_chat([{"role": "user", "content": "hello"}]).startswith("hello|<s>")
+
+
 @pytest.mark.parametrize("listed", [[1], {"a": LISTED}, {"5": "<s>"}, {"5": {}}, {"5": LISTED | {"lstrip": 7}}])
 def test_a_list_of_tokens_that_is_none_names_the_file(tmp_path: Path, listed: Any):
     folder = model(tmp_path, "", {"added_tokens_decoder": listed})

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
 FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
+USUAL: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+"""Names that templates write without asking."""
 
 
 def add_named(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
@@ -25,6 +27,19 @@ def add_named(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
     if missing := [token for token in tokens.values() if repr(token) not in before]:
         tokenizer.add_tokens(missing)
     tokenizer.encode_special_tokens = settings.get("split_special_tokens") is True
+
+
+def named_special(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by the names that a chat template has for them; of the usual ones those that a model has not are empty."""
+    more = settings.get("extra_special_tokens")
+    named = {field: _name(token) for field, token in settings.items() if field.endswith("_token")}
+    named |= {field: _name(token) for field, token in more.items()} if isinstance(more, dict) else {}
+    return dict.fromkeys(USUAL, "") | {field: name for field, name in named.items() if name}
+
+
+def _name(token: Any) -> str:
+    name = token.get("content") if isinstance(token, dict) else token
+    return name if isinstance(name, str) else ""
 
 
 def _listed(raw: Any) -> list[AddedToken]:
@@ -43,6 +58,5 @@ def _special(settings: Mapping[str, Any]) -> Iterator[str]:
     more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     named = [token for field, token in settings.items() if field.endswith("_token")]
     for token in [*named, *(more.values() if isinstance(more, dict) else more if isinstance(more, list) else [])]:
-        name = token.get("content") if isinstance(token, dict) else token
-        if isinstance(name, str) and name:
+        if name := _name(token):
             yield name

@@ -12,7 +12,7 @@ import jinja2
 import xxhash
 from tokenizers import Tokenizer
 
-from fleet_wire.addedtokens import add_named
+from fleet_wire.addedtokens import add_named, named_special
 from fleet_wire.template import MAX_TEMPLATE_BYTES, ChatTemplate, NoTemplateError
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.engine.developer import DEVELOPER, as_system, knows_developers
@@ -55,7 +55,7 @@ class Text:
             raise ModelFilesError(f"{folder}/tokenizer_config.json: {error}") from error
         self.special = frozenset(number for number, added in self.tokenizer.get_added_tokens_decoder().items() if added.special)
         """Tokens that `decode` passes over."""
-        self._special = {name: _special(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        self._special = named_special(settings)
         self.eos_id: int | None = self.tokenizer.token_to_id(self._special["eos_token"]) if self._special["eos_token"] else None
         """What the tokenizer calls the end: a chat template closes answers with it."""
         source = folder / "chat_template.jinja"
@@ -99,7 +99,7 @@ class Text:
             messages = as_system(messages)
         clock = {ASKS: teller(said_at)} if said_at else {}
         try:
-            given = {"messages": messages, "add_generation_prompt": add_generation_prompt, **NOT_GIVEN, **self._special, **clock}
+            given = {**self._special, "messages": messages, "add_generation_prompt": add_generation_prompt, **NOT_GIVEN, **clock}
             return self._template.render(_characters(messages), **given)
         except Exception as error:  # a template is a program: it can fail in any way
             raise BadRequestError(f"the chat template refused the messages: {_said(error)}", "messages") from error
@@ -157,12 +157,6 @@ def _optional_json(path: Path) -> dict[str, Any]:
     except UNREADABLE as error:
         raise ModelFilesError(f"{path} is not valid JSON: {error}") from error
     return found if isinstance(found, dict) else {}
-
-
-def _special(raw: Any) -> str:
-    if isinstance(raw, dict):
-        raw = raw.get("content")
-    return raw if isinstance(raw, str) else ""
 
 
 @dataclass(slots=True)
