@@ -54,8 +54,8 @@ def parse_arguments(words: Iterable[Any], field: str) -> Iterator[Argument]:
         if not equals and index < len(words) and not words[index].startswith("-"):
             value = words[index]
             index += 1
-        head = SHORT.get(head, head.lstrip("-"))
         name, _, rest = head.partition(".")  # --kv-transfer-config.kv_role sets one key of a JSON argument
+        name = SHORT.get(name, name.lstrip("-"))
         yield Argument(name.replace("_", "-"), f"{rest}={value}" if rest else value, at, rest)
 
 

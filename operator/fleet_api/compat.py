@@ -66,7 +66,7 @@ ALIKE_ENV = {
     "VLLM_ATTENTION_BACKEND": "each backend lays KV blocks out in its own way",
     "VLLM_KV_CACHE_LAYOUT": "the layouts of KV blocks would differ",
 }
-BLOCK_ARGS = (*ALIKE, *PROMPTS, "block-size")
+BLOCK_ARGS = (*ALIKE, *PROMPTS, "attention-config", "block-size")
 """Arguments that decide what KV blocks hold and how long they are."""
 STAGED = "; KV of a device goes over tcp there, too: without RDMA UCX reads no other pod's GPU memory"
 """Measured on an H100 (operator/README.md, "Without RDMA")."""

@@ -78,6 +78,7 @@ BAD = [
     ("drafter of one role", roles({}, {"args": ["-sc", '{"method":"eagle3"}']}), "its KV is handed over"),
     # key by key it got past: the hand-off then fails at the first request
     ("a drafter in dots", roles({}, {"args": ["--speculative-config.method", "eagle3"]}), "its KV is handed over"),
+    ("a drafter in dots, by its letters", roles({}, {"args": ["-sc.method=eagle3"]}), "its KV is handed over"),
     (
         "a drafter in dots before what both have",
         spec(args=[TOKENS], tier={"decode": {"args": ["--speculative-config.method=mtp", TOKENS]}}),
