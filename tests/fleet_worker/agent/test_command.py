@@ -18,6 +18,7 @@ from fleet_worker.agent.command import (
     VLLM_LETTERS,
     Place,
     check_names,
+    counts_open,
     engine_command,
     sees_gpu,
 )
@@ -114,6 +115,18 @@ def test_adapters_on_vllm_need_a_gpu_and_the_refusal_says_why():
     assert (option(argv, "--max-loras"), option(argv, "--max-lora-rank")) == ("2", "16")
     with pytest.raises(ConfigError, match=r"maxSimultaneousAdapters: vLLM without a GPU answers .* under an adapter"):
         engine_command(given, Place("/m", "127.1.2.3", "/v/vllm", "/scratch", False))
+
+
+@pytest.mark.parametrize(("data", "most", "member"), [(2, 2, 0), (2, 0, 0), (1, 2, 0), (2, 2, 1)])
+def test_adapters_over_data_parallel_ranks_have_one_server(data: int, most: int, member: int):
+    """vLLM 0.32 ended before it began: "VLLM_ALLOW_RUNTIME_LORA_UPDATING cannot be used with api_server_count > 1", and without
+    a word of ours it takes as many servers as ranks. A follower has none, and may be told of none."""
+    settings = AdapterSettings(most=most, max_rank=16, root="/a")
+    given = config(engine="vllm", parallel=Parallel(data=data), adapters=settings, nodes=1 + (member > 0))
+    argv = engine_command(given, Place("/m", "127.1.2.3", "/v/vllm", "/scratch", True, member=member, master="127.1.2.4")).argv
+    told = option(argv, "--api-server-count") if "--api-server-count" in argv else None
+    assert told == ("1" if data > 1 and most and not member else None)
+    assert counts_open(given) is (data == 1 or most > 0)
 
 
 def test_what_is_not_asked_is_not_said():

@@ -20,7 +20,7 @@ from fleet_worker.agent import life as rules
 from fleet_worker.agent.adapters import AdapterKeeper, wished_at_start
 from fleet_worker.agent.admin import AdminServer, build_app, build_server
 from fleet_worker.agent.alone import alone
-from fleet_worker.agent.command import Place, events_socket, replay_socket, sees_gpu, ucx_told
+from fleet_worker.agent.command import Place, counts_open, events_socket, replay_socket, sees_gpu, ucx_told
 from fleet_worker.agent.engine_client import EngineClient
 from fleet_worker.agent.errors import ConfigError, EngineDiedError, GroupLostError
 from fleet_worker.agent.exposition import Own, exposition
@@ -66,8 +66,7 @@ class Agent:
         self._scratch = Scratch()  # vLLM never removes its sockets
         self._token = secrets.token_hex(16)
         host = f"[{identity.pod_ip}]" if ":" in identity.pod_ip else identity.pod_ip
-        is_one = config.engine == "vllm" and config.parallel.data == 1  # its ranks have servers of their own: one of them answers
-        self._client = EngineClient(f"http://{host}:{config.ports.http}", self._token, counts_open=is_one)
+        self._client = EngineClient(f"http://{host}:{config.ports.http}", self._token, counts_open=counts_open(config))
         self._adapters = AdapterKeeper(config, self._client, Path(self._scratch.name) / "adapters", wished_at_start(os.environ))
         self._seed = SeedKeeper(config, self._client, os.environ, identity.pod_ip)
         self._stop = asyncio.Event()

@@ -30,6 +30,9 @@ VLLM_GPU_DEFAULTS = {"VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": "16512"}
 it has room for (1,024 by itself) the engine dies on a GPU. 17 MB of one with 256 requests at once."""
 UCX_TELLS = {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": "stderr"}
 """UCX then says by which transport it reads; `supervise.py` listens (see transfer/ucxlog.py)."""
+ONE_SERVER = ("--api-server-count", "1")
+"""With data parallel ranks vLLM starts as many servers as ranks. Only one of them would hear of an adapter, so it ends before it
+begins where adapters come and go (`run_multi_api_server` of 0.32). One server tells all ranks."""
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that --max-lora-rank takes."""
 VLLM_DECIDED = tuple(
@@ -132,10 +135,17 @@ def vllm_command(config: WorkerConfig, place: Place) -> EngineCommand:
     if config.adapters.most:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         argv += vllm_adapters(config.adapters, place.has_gpu)
+        if config.parallel.data > 1 and place.member == 0:
+            argv += ONE_SERVER
     if place.has_gpu:
         return EngineCommand((*argv, *config.engine_args), env, {**UCX_TELLS, **place.ucx, **VLLM_GPU_DEFAULTS})
     env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-config.kv.cache_bytes // GIB)))
     return EngineCommand((*argv, "--enforce-eager", *config.engine_args), env, {**UCX_TELLS, **place.ucx, **VLLM_CPU_DEFAULTS})
+
+
+def counts_open(config: WorkerConfig) -> bool:
+    """The engine has one server, so that its GET /load is of all that is open."""
+    return config.engine == "vllm" and (config.parallel.data == 1 or config.adapters.most > 0)
 
 
 def check_names(words: Sequence[str]) -> None:
