@@ -8,8 +8,9 @@ Engines bound some of them late or not at all (vLLM takes 16,384 choices; CVE-20
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -28,6 +29,11 @@ LIST_BYTES_MOST: Final = 65_536
 LOGPROBS_MOST: Final = 20
 GRAMMAR_BYTES_MOST: Final = 65_536
 """Of a schema, a regular expression, a grammar: engines compile them."""
+LONG_NUMBER: Final = re.compile(rb"[0-9]{19}")
+"""Without one, no integer of more than 64 bits."""
+LEAST_INTEGER: Final = -(2**63)
+MOST_INTEGER: Final = 2**64 - 1
+"""Those that msgpack has."""
 TOOLS_BYTES_MOST: Final = 262_144
 TEMPLATE_BYTES_MOST: Final = 65_536
 REPETITION_MOST: Final[Mapping[str, int]] = {"max_pattern_size": 64, "min_count": 16}
@@ -47,6 +53,7 @@ _FLAG: Final = msgspec.json.Decoder(bool | None)
 _ARGUMENTS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 _FLOAT: Final = msgspec.json.Decoder(float | None)
 _COUNTS: Final = msgspec.json.Decoder(dict[str, int | None] | None)
+_ANYTHING: Final = msgspec.json.Decoder(Any)
 _BIASES: Final = msgspec.json.Decoder(dict[str, float] | None)
 
 
@@ -90,6 +97,23 @@ def _bytes(most: int) -> Callable[[str, msgspec.Raw], None]:
             raise _too_much(name, f"has {size} bytes; allowed are {most}")
 
     return check
+
+
+def _schema(name: str, raw: msgspec.Raw) -> None:
+    """vLLM hands a schema to its engine as msgpack, and answers 500 where that has no such integer (0.32; a uint256, say): as if
+    the workers were ill, each that is asked."""
+    _bytes(GRAMMAR_BYTES_MOST)(name, raw)
+    if LONG_NUMBER.search(bytes(raw)) is None:
+        return
+    left: list[Any] = [_ANYTHING.decode(raw)]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+        elif isinstance(value, int) and not LEAST_INTEGER <= value <= MOST_INTEGER:
+            raise _too_much(name, "holds an integer that has no place in 64 bits, which engines cannot take")
 
 
 def _never(why: str) -> Callable[[str, msgspec.Raw], None]:
@@ -141,9 +165,10 @@ _CHECKS: Final[Mapping[str, Callable[[str, msgspec.Raw], None]]] = {
     "mm_processor_kwargs": _never("how media are read is the engine's to decide"),
     "use_beam_search": _beam, "chat_template_kwargs": _template_arguments, "stream_interval": _each_token,
     "repetition_detection": _repetition,
+    "response_format": _schema, "structured_outputs": _schema,
     "tools": _bytes(TOOLS_BYTES_MOST), "functions": _bytes(TOOLS_BYTES_MOST),
     **dict.fromkeys(
-        ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
         _bytes(GRAMMAR_BYTES_MOST),
     ),
     **dict.fromkeys(

@@ -23,6 +23,7 @@ GOOD: list[dict[str, Any]] = [
     {"logit_bias": {str(i): 1.5 for i in range(1024)}}, {"logprobs": 20}, {"logprobs": True}, {"top_logprobs": 20},
     {"prompt_logprobs": 0}, {"prompt_embeds": None}, {"tools": [{"a": "b" * 200_000}]}, {"functions": []},
     {"response_format": {"type": "json_object"}}, {"structured_outputs": {}}, {"guided_json": {}}, {"guided_regex": "a" * 60_000},
+    {"response_format": {"a": [2**64 - 1, -(2**63), 1e30, {"pattern": "9" * 40}]}}, {"structured_outputs": {"json": 10**19}},
     {"guided_choice": ["a"]}, {"guided_grammar": "x"}, {"chat_template": None}, {"media_io_kwargs": None},
     {"mm_processor_kwargs": None}, {"use_beam_search": False}, {"use_beam_search": None}, {"chat_template_kwargs": None},
     {"chat_template_kwargs": {"enable_thinking": False, "add_generation_prompt": True, "x": {"tokenize": True}}},
@@ -39,6 +40,9 @@ BAD: list[dict[str, Any]] = [
     {"logprobs": -1}, {"top_logprobs": -1}, {"prompt_logprobs": -1}, {"n": -1},
     {"prompt_embeds": "AAAA"}, {"tools": [{"a": "b" * 300_000}]}, {"functions": ["b" * 300_000]},
     {"response_format": {"type": "json_schema", "json_schema": {"a": ["b"] * 40_000}}}, {"structured_outputs": "x" * 70_000},
+    # a uint256: vLLM 0.32 answers 500 (msgpack has no such integer), and every worker that was asked counted as ill
+    {"response_format": {"json_schema": {"schema": {"maximum": 2**256 - 1}}}}, {"response_format": {"enum": [-(2**63) - 1]}},
+    {"structured_outputs": {"json": {"const": 2**64}}},
     {"guided_json": "x" * 70_000}, {"guided_regex": "(a+)+" * 20_000}, {"guided_choice": ["abc"] * 20_000},
     {"guided_grammar": "x" * 70_000}, {"chat_template": "{{ a }}"}, {"chat_template": ""}, {"media_io_kwargs": {"video": {}}},
     {"mm_processor_kwargs": {}}, {"use_beam_search": True}, {"use_beam_search": 1}, {"chat_template_kwargs": {"tokenize": True}},
