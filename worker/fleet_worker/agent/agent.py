@@ -66,7 +66,8 @@ class Agent:
         self._scratch = Scratch()  # vLLM never removes its sockets
         self._token = secrets.token_hex(16)
         host = f"[{identity.pod_ip}]" if ":" in identity.pod_ip else identity.pod_ip
-        self._client = EngineClient(f"http://{host}:{config.ports.http}", self._token, counts_open=counts_open(config))
+        ranks, tells = config.parallel.data if config.engine == "vllm" else 0, counts_open(config)
+        self._client = EngineClient(f"http://{host}:{config.ports.http}", self._token, counts_open=tells, compiling=ranks)
         self._adapters = AdapterKeeper(config, self._client, Path(self._scratch.name) / "adapters", wished_at_start(os.environ))
         self._seed = SeedKeeper(config, self._client, os.environ, identity.pod_ip)
         self._stop = asyncio.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -41,13 +42,24 @@ FIRST_PROMPT = [0, 0, 0, 0]
 """Token 0 exists in every vocabulary; shorter than a KV block, so that nothing of it stays in the prefix cache."""
 
 
+FIRST_GRAMMAR = {"type": "json_schema", "json_schema": {"name": "first", "schema": {"type": "object"}}}
+"""Every compiler of grammars takes it, so that vLLM takes the one that it prefers for this model."""
+RANK_HEADER = "X-data-parallel-rank"
+FIRST_ASKED: tuple[tuple[str, Mapping[str, object]], ...] = (
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "0"}]}),
+    ("/v1/completions", {"prompt": FIRST_PROMPT}),
+)
+"""As clients mostly ask (vLLM makes another grammar of a chat with some models), and for models without a chat template."""
+
+
 class EngineClient:
     """Bounded HTTP calls to the engine of this pod."""
 
-    def __init__(self, base_url: str, token: str = "", *, counts_open: bool = False) -> None:
-        """`token`: what the torch engine wants to see before it changes its adapters. `counts_open`: it tells by /load."""
+    def __init__(self, base_url: str, token: str = "", *, counts_open: bool = False, compiling: int = 0) -> None:
+        """`token`: what the torch engine wants to see before it changes its adapters. `counts_open`: it tells by /load.
+        `compiling`: ranks of vLLM, each of which compiles grammars for itself."""
         self._token = token
-        self._counts_open = counts_open
+        self._counts_open, self._compiling = counts_open, compiling
         self._http = httpx.AsyncClient(base_url=base_url, timeout=HEALTH_TIMEOUT_S, trust_env=False)
 
     async def healthy(self) -> bool:
@@ -64,7 +76,21 @@ class EngineClient:
             answer = await self._asked("POST", "/v1/completions", FIRST_TOKEN_TIMEOUT_S, body)
         except httpx.HTTPError as error:
             return f"{type(error).__name__}: {error}"
-        return None if answer.status_code == httpx.codes.OK else f"HTTP {answer.status_code}: {answer.text[:200]}"
+        if answer.status_code != httpx.codes.OK:
+            return f"HTTP {answer.status_code}: {answer.text[:200]}"
+        for rank in range(self._compiling):
+            await self._first_grammar(model, {RANK_HEADER: str(rank)} if self._compiling > 1 else NONE)
+        return None
+
+    async def _first_grammar(self, model: str, headers: Mapping[str, str]) -> None:
+        """vLLM 0.32 compiles all grammars by the compiler that its first one asks for (`StructuredOutputManager.grammar_init`).
+        Was that its second choice, which few schemas need, each `tool_choice` required is 500 for everybody until it is started
+        again. So the first one is ours. One that cannot be had keeps no worker from serving."""
+        for path, asked in FIRST_ASKED:
+            body = {"model": model, **asked, "max_tokens": 1, "temperature": 0, "response_format": FIRST_GRAMMAR}
+            with contextlib.suppress(httpx.HTTPError):
+                if (await self._asked("POST", path, FIRST_TOKEN_TIMEOUT_S, body, headers)).status_code == httpx.codes.OK:
+                    return
 
     async def load_adapter(self, name: str, path: str, *, inplace: bool) -> str | None:
         """vLLM's POST /v1/load_lora_adapter; the digest when the engine says one. AdapterError with the engine's words."""
