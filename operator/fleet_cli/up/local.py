@@ -105,7 +105,7 @@ class LocalFleet:
         for task in self._tasks:
             if task.done():
                 cause = None if task.cancelled() else task.exception()
-                raise RunError(f"the {task.get_name()} stopped: {cause or 'no cause known'}")
+                raise RunError(f"the {task.get_name()} stopped: {_words(cause)}")
 
     def can_drain(self) -> bool:
         """The runtime, which ends pods, is there."""
@@ -155,6 +155,13 @@ class LocalFleet:
         async with open_telemetry() as telemetry:
             self._telemetry = telemetry
             await Reconciler(self._cluster, platform, telemetry, namespace=self._namespace).run()
+
+
+def _words(cause: BaseException | None) -> str:
+    """A group of tasks says no more than that one of them failed."""
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    return "no cause known" if cause is None else str(cause) or repr(cause)
 
 
 def _capacity(manifest: Object) -> dict[str, str]:
