@@ -28,5 +28,7 @@ def test_a_runtime_that_ends_says_why(tmp_path: Path, monkeypatch: pytest.Monkey
                 local.raise_if_dead()
                 await asyncio.sleep(0.02)
 
-    with pytest.raises(RunError, match=r"^the runtime stopped: .*Not a directory: '.*a file where a folder belongs/inferencefleet"):
+    with pytest.raises(
+        RunError, match=r"^the runtime stopped: .*Not a directory: '.*a file where a folder belongs/inferencefleet"
+    ):
         asyncio.run(go())

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import yaml
 
 from fleet_cli.errors import RunError
+from fleet_cli.up import screen as screens
 from fleet_cli.up.screen import PlainScreen
+from fleet_cli.up.view import snapshot
 
 GOOD = {
     "apiVersion": "inferencefleet.io/v1alpha1",
@@ -111,3 +117,57 @@ def test_a_full_log_disk_does_not_stop_a_fleet_and_is_said_at_the_end():
 def test_what_went_wrong_is_more_than_a_log_that_could_not_be_written():
     with pytest.raises(RunError, match="died"):
         said(Full(room=0), end=RunError("died"))
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, TextIO]]:
+    """A small one, which nobody reads yet."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    with open(writing, "w") as out:
+        yield reading, out
+        os.close(reading)
+
+
+def while_nobody_reads(work: Callable[[], None]) -> None:
+    """`work`, which must not wait for a reader: the operator and the probes run in the thread that writes."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+LINES = [f"{number:04} {'x' * 90}" for number in range(100)]
+
+
+def test_a_pipe_that_nobody_reads_holds_up_no_fleet_and_a_late_reader_misses_nothing(pipe: tuple[int, TextIO]):
+    """`fleet up | less`: after 64 KB no probe, no operator and no signal came through any more."""
+    reading, out = pipe
+    screen = PlainScreen(out, lambda: 0.0)
+    while_nobody_reads(lambda: [screen.say(line) for line in LINES] and None)
+    found = b""
+    os.set_blocking(reading, False)
+    for _ in range(100):
+        with contextlib.suppress(BlockingIOError):
+            found += os.read(reading, 4096)
+        screen.show(snapshot([], {}))
+    assert [line.partition("] ")[2] for line in found.decode().splitlines()] == LINES
+    assert screen.lost == ""
+
+
+def test_what_nobody_ever_reads_is_bounded_and_said_at_the_end(pipe: tuple[int, TextIO], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(screens, "LAST_WORDS_S", 0.1)
+    screen, ends = PlainScreen(pipe[1], lambda: 0.0), []
+
+    def talk() -> None:
+        with screen:
+            for line in LINES * 20:
+                screen.say(line)
+
+    def work() -> None:
+        with pytest.raises(RunError, match="cannot write to standard output: nobody reads it"):
+            talk()
+        ends.append(len(screen._unsent))
+
+    while_nobody_reads(work)
+    assert ends[0] <= screens.UNSENT

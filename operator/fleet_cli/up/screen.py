@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import time
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 REFRESH_PER_S = 4
+PIECE = 400
+"""Characters, of at most ten bytes (an escape for what the encoding does not have): a pipe that takes any bytes takes 4096."""
+UNSENT = 64 * 1024
+"""Characters that are kept for a reader who is late."""
+LAST_WORDS_S = 5.0
+"""He has that long at the end."""
+NOBODY_READS = "nobody reads it"
 
 
 class Screen(Protocol):
@@ -60,6 +68,7 @@ class PlainScreen:
         self._adapters: dict[str, str] = {}
         self._troubles: dict[str, str] = {}
         self._lines: list[str] = []
+        self._unsent = ""
 
     def say(self, text: str) -> None:
         """See Screen."""
@@ -89,9 +98,21 @@ class PlainScreen:
             self.say("; ".join(lines))
             self._lines = lines
         self._states, self._adapters, self._troubles = states, adapters, troubles
+        self._write("")
 
     def _write(self, text: str) -> None:
-        """A fleet that runs is worth more than its log: what a full disk does not take is lost, and said at the end."""
+        """A fleet that runs is worth more than its log, and this thread runs it: what a pipe does not take at once waits for the
+        next call."""
+        if len(self._unsent) + len(text) > UNSENT:
+            self.lost = self.lost or NOBODY_READS
+        else:
+            self._unsent += text
+        while self._unsent and _takes(self._out):
+            piece, self._unsent = self._unsent[:PIECE], self._unsent[PIECE:]
+            self._put(piece)
+
+    def _put(self, text: str) -> None:
+        """What a full disk does not take is lost, and said at the end."""
         try:
             self._out.write(text)
             self._out.flush()
@@ -106,9 +127,22 @@ class PlainScreen:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._write("")
+        ends = time.monotonic() + LAST_WORDS_S
+        while self._unsent and _takes(self._out, max(0.0, ends - time.monotonic())):
+            self._write("")
+        self._put("")
+        if self._unsent:
+            self.lost = self.lost or NOBODY_READS
         if self.lost and error is None:
             raise RunError(f"cannot write to standard output: {self.lost}")
+
+
+def _takes(out: TextIO, within_s: float = 0.0) -> bool:
+    """Whether a piece can be written without waiting for a reader."""
+    try:
+        return bool(select.select([], [out], [], within_s)[1])
+    except (OSError, ValueError):  # not a file, or closed: writing it tells
+        return True
 
 
 class LiveScreen:
