@@ -80,10 +80,20 @@ def kill_leftovers(state_dir: Path) -> int:
     killed = 0
     pids = state_dir / "pids"
     for path in sorted(pids.iterdir()) if pids.is_dir() else []:
-        if path.name.isdigit() and path.read_text() == _start_time(int(path.name)) != "":
+        if (started := _recorded(path)) is None:
+            continue
+        if started == _start_time(int(path.name)) != "":
             killed += kill_marked("\0", int(path.name))
         path.unlink()
     return killed + kill_marked(mark_of(state_dir))
+
+
+def _recorded(path: Path) -> str | None:
+    """The start time in a record of ours; None: something else, in a folder that the user chose."""
+    if not (path.name.isascii() and path.name.isdigit() and path.is_file()):
+        return None
+    content = path.read_bytes()
+    return content.decode() if content.isdigit() or not content else None
 
 
 def _kill(pid: int) -> bool:

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from fleet_operator.runtime.leftovers import kill_leftovers
 from fleet_operator.runtime.logs import ContainerLog
 from fleet_operator.runtime.process import start
 
@@ -109,3 +110,15 @@ def test_leaders_of_sessions_below_a_killed_agent_are_ended_and_reaped_where_all
     argv = [sys.executable, "-c", RUNTIME, str(tmp_path), LEADERS]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_is_no_record_in_a_folder_that_the_user_chose_is_the_users(tmp_path):
+    """`fleet up --state tmp` in a Rails application, whose server keeps its own tmp/pids: the files went, a folder ended it."""
+    pids = tmp_path / "pids"
+    (pids / "7").mkdir(parents=True)
+    (pids / "workers").mkdir()
+    (pids / "server.pid").write_text("4711\n")
+    (pids / "4711").write_bytes(b"\xff")
+    (pids / "4712").write_text("1")  # a record of ours; the process is another one by now, if there is one
+    assert kill_leftovers(tmp_path) == 0
+    assert sorted(path.name for path in pids.iterdir()) == ["4711", "7", "server.pid", "workers"]
