@@ -146,6 +146,8 @@ def _folder(text: str) -> Path:
         return found
     except RuntimeError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: there is no such home folder") from error
+    except FileNotFoundError as error:  # nothing is looked up but the folder that a path begins in
+        raise argparse.ArgumentTypeError(f"{text!r}: the folder that you are in is gone") from error
     except UnicodeEncodeError as error:  # manifests, logs and environments of pods hold it as text
         raise argparse.ArgumentTypeError(f"{text!r} is not text in UTF-8") from error
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from fleet_cli.errors import RunError
 from fleet_cli.main import main
+from fleet_cli.up.bundled import cache_folder
 
 INTERRUPTED = """
 import sys
@@ -51,3 +53,26 @@ def test_a_name_that_no_url_can_hold_is_an_option_that_cannot_be_used(words: lis
         main(words)
     assert ended.value.code == 2
     assert "is not text in UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--state", "--tenants", "--pvc"])
+def test_a_path_below_a_folder_that_was_removed_is_an_option_that_cannot_be_used(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """A terminal whose folder somebody removed: standard output was said not to take what was written."""
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    here.rmdir()
+    with pytest.raises(SystemExit) as ended:
+        main(["up", option, "c=x" if option == "--pvc" else "x"])
+    assert ended.value.code == 2
+    assert f"argument {option}: 'x': the folder that you are in is gone" in capsys.readouterr().err
+
+
+def test_a_cache_below_a_folder_that_was_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    here.rmdir()
+    monkeypatch.setenv("INFERENCEFLEET_CACHE", "cache")
+    with pytest.raises(RunError, match="the folder that you are in is gone: give INFERENCEFLEET_CACHE a whole path"):
+        cache_folder()

@@ -22,13 +22,15 @@ ENDING_S = 5.0
 
 def cache_folder() -> Path:
     """Where things outside the checkout live: $INFERENCEFLEET_CACHE, else ~/.cache/inferencefleet. RunError: nobody knows
-    where home is."""
+    where home is, or where we are."""
     chosen = os.environ.get("INFERENCEFLEET_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return (Path(chosen) if chosen else Path(base) / "inferencefleet").expanduser().absolute()
     except RuntimeError as error:
         raise RunError("no home folder is known for the cache: set HOME or INFERENCEFLEET_CACHE") from error
+    except FileNotFoundError as error:  # of a path that begins there
+        raise RunError("the folder that you are in is gone: give INFERENCEFLEET_CACHE a whole path") from error
 
 
 def vllm_program() -> str | None:
