@@ -27,7 +27,8 @@ def router(tmp_path: Path, *more: str, terminal: bool) -> Iterator[tuple[subproc
     master, slave = pty.openpty()
     name = os.ttyname(slave)
     opened = f"import os; os.close(os.open({name!r}, os.O_RDWR))\n" if terminal else ""  # a session takes the first one
-    code = f"{opened}import sys\nfrom fleet_router.__main__ import main\nsys.exit(main())"
+    heard = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # whoever runs these tests under nohup ignores it
+    code = f"{heard}{opened}import sys\nfrom fleet_router.__main__ import main\nsys.exit(main())"
     argv = [sys.executable, "-c", code, "--follow", f"dir:{tmp_path}", "--host", "127.0.0.1", "--port", str(port), *more]
     env = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
     with (tmp_path / "log").open("wb") as log:
