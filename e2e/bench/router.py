@@ -54,6 +54,8 @@ FLOODS = 192
 FLOOD_LONG = 244
 """The workers say the same word again and again: at 256 it would be a loop, which one of the routers looks for."""
 PREFIXES = 50
+KEYS, FILLS_MOST = 100_000, 40
+"""So many prefix entries the goal for memory speaks of; loads that it may take to make them."""
 WORKERS = [f"127.83.0.{i}:8000" for i in range(1, 5)]
 COLLECTOR = "127.83.0.9:4318"
 """Of spans, in a process of its own, as collectors are: in a worker a batch of spans held up every worker's streams."""
@@ -186,6 +188,17 @@ def note(proxy: Proxy, ran: Ran, into: Figures) -> None:
         into.prefix_keys = max(into.prefix_keys, prefix_keys(proxy.address))
 
 
+def fill(proxy: Proxy, into: Figures) -> None:
+    """As many prefix entries as its memory is told for."""
+    for number in range(FILLS_MOST):
+        if into.prefix_keys >= KEYS:
+            break
+        _, outcome = run(proxy, LOADS["whole"].requests(50_000 + number), None)
+        into.errors += outcome.errors
+        into.prefix_keys = max(into.prefix_keys, prefix_keys(proxy.address))
+    into.rss_mb = max(into.rss_mb, rss_mb(proxy.pid or os.getpid()))
+
+
 def prefix_keys(address: str) -> int:
     """What our router knows of prompts by now, by its own metrics."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
@@ -272,12 +285,13 @@ def measure(starts: int, rounds: int) -> dict[str, Figures]:
     of_proxies, of_others = apart(os.sched_getaffinity(0))
     os.sched_setaffinity(0, of_others)  # and all that this process starts
     for start in range(starts):
-        measure_once(start * rounds, rounds, found, of_proxies)
+        measure_once(start * rounds, rounds, found, of_proxies, last=start == starts - 1)
     return found
 
 
-def measure_once(before: int, rounds: int, found: dict[str, Figures], of_proxies: set[int]) -> None:
-    """All rounds of one start, `before` which there were so many; the first one of each proxy warms it up and does not count."""
+def measure_once(before: int, rounds: int, found: dict[str, Figures], of_proxies: set[int], *, last: bool) -> None:
+    """All rounds of one start, `before` which there were so many; the first one of each proxy warms it up and does not count.
+    The `last` one also tells what memory many prefix entries take."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-router-")))
         stack.enter_context(workers(WORKERS, folder))
@@ -307,6 +321,8 @@ def measure_once(before: int, rounds: int, found: dict[str, Figures], of_proxies
                 into = found[proxy.name] if number else Figures()
                 note(proxy, ran[proxy.name], into)
                 found[proxy.name].errors += into.errors if not number else []
+        for proxy in (proxy for proxy in proxies if last and proxy.name.startswith("ours")):
+            fill(proxy, found[proxy.name])
 
 
 def main() -> int:
