@@ -136,6 +136,7 @@ def test_without_nodes_the_request_is_told_when_to_come_again(fleet: Fleet):
     """A fleet that has no room when it wakes says so, in its status and to whoever waited."""
     made = wish(fleet.namespace)
     made["spec"]["limits"] = {"hold": {"time": "10s"}}
+    made["spec"]["scaling"]["capacityWait"] = "20s"  # so long a node is waited for, also when nobody waits any more
     fleet.apply(made)
     fleet.wait_serving(1, 2)
     fleet.wait("zero", lambda: at_zero(fleet), 90)
