@@ -196,7 +196,8 @@ def fill(proxy: Proxy, into: Figures) -> None:
         _, outcome = run(proxy, LOADS["whole"].requests(50_000 + number), None)
         into.errors += outcome.errors
         into.prefix_keys = max(into.prefix_keys, prefix_keys(proxy.address))
-    into.rss_mb = max(into.rss_mb, rss_mb(proxy.pid or os.getpid()))
+    if proxy.pid:
+        into.rss_mb = max(into.rss_mb, rss_mb(proxy.pid))
 
 
 def prefix_keys(address: str) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 FLOOD_S: Final = 0.001
-"""Reads no further apart are a flood. So long does one wait for others, at most."""
+"""Reads no further apart are a flood. After so long a timer fetches what waits: how late the loop is comes to that."""
 FEW: Final = 4
 """So many are handed on at once however fast they come: a role, a first token, the tokens of one speculative step."""
 MOST_BYTES: Final = 16_384
