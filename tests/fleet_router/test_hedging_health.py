@@ -116,6 +116,29 @@ def balance(stalls: Stalls) -> float:
     return stalls.rig.context.hedges.saved - SHARE - 5.0
 
 
+async def late(stalls: Stalls, before: Callable[[FakeWorker], Awaitable[None]]) -> FakeWorker:
+    """One leg runs; `before` is done to the other worker, and only then is the first one late, however long that takes. Call
+    before the request is sent. -> who was the other one."""
+    loop, kept = asyncio.get_running_loop(), []
+    really = loop.call_later
+
+    def call_later(delay_s: float, callback: Callable[..., object], *args: Any, **more: Any) -> asyncio.TimerHandle:
+        if callback.__name__ == "_late":
+            kept.append((callback, args))
+            delay_s = 3600.0
+        return really(delay_s, callback, *args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "call_later", call_later)
+        await until(lambda: len(stalls.asked) == 1 and len(kept) == 1)
+    (other,) = [fake for fake in stalls.rig.prefill if fake is not stalls.asked[0]]
+    await before(other)
+    ((callback, args),) = kept
+    callback(*args)
+    assert stalls.events().get("started") == 1
+    return other
+
+
 async def started(
     stalls: Stalls, before: Callable[[FakeWorker], Awaitable[None]]
 ) -> tuple[asyncio.Task[tuple[int, bytes]], Worker]:
@@ -123,11 +146,7 @@ async def started(
     apart(stalls, SOON)
     stalls.rig.context.hedges.saved = 5.0
     task = asyncio.ensure_future(stalls.rig.post(ask()))
-    await until(lambda: len(stalls.asked) == 1)
-    (other,) = [fake for fake in stalls.rig.prefill if fake is not stalls.asked[0]]
-    await before(other)
-    await until(lambda: stalls.events().get("started") == 1)
-    return task, worker_of(stalls, other)
+    return task, worker_of(stalls, await late(stalls, before))
 
 
 def test_a_second_that_cannot_be_reached_is_gone_and_costs_nothing():
@@ -147,13 +166,14 @@ class Connects:
     """Connections are made when they are let; or are not, for want of room."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: int = 0) -> None:
-        self.let, self.error, self._monkeypatch = asyncio.Event(), error, monkeypatch
+        self.let, self.error, self._monkeypatch, self.begun = asyncio.Event(), error, monkeypatch, 0
 
     async def __call__(self, _: FakeWorker) -> None:
         loop = asyncio.get_running_loop()
         really = loop.create_connection
 
         async def create(*args: Any, **more: Any) -> Any:
+            self.begun += 1
             await self.let.wait()
             if self.error:
                 raise OSError(self.error, "no")
@@ -180,6 +200,7 @@ def test_a_second_that_was_given_up_before_it_was_sent_costs_nothing(monkeypatch
     async def test(stalls: Stalls) -> None:
         connects = Connects(monkeypatch)
         task, other = await started(stalls, connects)
+        await until(lambda: connects.begun == 1)
         monkeypatch.undo()
         stalls.told[0].set_result(200)
         assert (await task)[0] == 200
@@ -401,11 +422,9 @@ def test_a_bug_in_what_is_done_with_a_new_connection_ends_the_request_at_once(le
         if leg == 0:
             await connects(rig.prefill[0])
         writer.write(http(ask()))
-        await until(lambda: sum(one.inflight for one in rig.context.table.by_role["prefill"]) == 1)
         if leg == 1:
-            await until(lambda: len(stalls.asked) == 1)
-            await connects(rig.prefill[0])
-            await until(lambda: stalls.events().get("started") == 1)
+            await late(stalls, connects)
+        await until(lambda: sum(one.inflight for one in rig.context.table.by_role["prefill"]) == 1 + leg)
         rig.context.metrics.served = Bug()
         connects.let.set()
         status, _, body = await answer_of(reader)
