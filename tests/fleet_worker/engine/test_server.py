@@ -253,16 +253,26 @@ def test_fields_that_would_change_the_tokens_are_refused_unless_neutral():
     serve(scenario)
 
 
-def test_usage_in_every_chunk_is_refused_and_not_passed_over():
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("each", [True, False, None])
+@pytest.mark.parametrize("usage", [True, False, None])
+def test_usage_is_in_every_chunk_for_who_asks_so(chat: bool, each: bool | None, usage: bool | None):
+    """guidellm asks for it with each of its streams, and each was refused; so was a null where vLLM takes one."""
+
     async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
-        for usage, each, status in ((True, True, 400), (True, False, 200), (False, True, 200), (True, None, 200)):
-            options = {"include_usage": usage, "continuous_usage_stats": each}
-            answer = await client.post("/v1/completions", json=body(stream=True, stream_options=options))
-            assert answer.status_code == status, answer.text
-            if status == 400:
-                error = answer.json()["error"]
-                assert error["param"] == "stream_options"
-                assert "stream_options.continuous_usage_stats is not supported" in error["message"]
+        options = {"include_usage": usage, "continuous_usage_stats": each}
+        asked = body(stream=True, max_tokens=3, ignore_eos=True, stream_options=options)
+        path = "/v1/completions"
+        if chat:
+            path, asked["messages"] = "/v1/chat/completions", [{"role": "user", "content": asked.pop("prompt")}]
+        answer = await client.post(path, json=asked)
+        assert answer.status_code == 200, answer.text
+        chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        told = [(found["prompt_tokens"], found["completion_tokens"]) for one in chunks if (found := one.get("usage"))]
+        counts = [0] * chat + [1, 2, 3] if each else []
+        prompt = told[0][0] if told else 0
+        assert told == ([(prompt, count) for count in [*counts, 3]] if usage else [])
+        assert [one["choices"] == [] for one in chunks[-2:]] == [False, bool(usage)]
 
     serve(scenario)
 

@@ -22,6 +22,7 @@ class Answer:
         self.is_told = False
         """A stream of it was handed over to its end."""
         self.wants_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        self._each_tells = self.wants_usage and bool(asked.stream_options and asked.stream_options.continuous_usage_stats)
         self._asked = asked
         self._detokenizer = Detokenizer.behind(sequence.prompt, text, sequence.sampling.stop)
         self._model = model
@@ -89,7 +90,8 @@ class Answer:
     def opening(self) -> dict[str, Any]:
         """First chat chunk: the role."""
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return self._head("chat.completion.chunk") | {"choices": [choice]}
+        usage = {"usage": self._usage()} if self._each_tells else {}
+        return self._head("chat.completion.chunk") | {"choices": [choice], **usage}
 
     def chunk(self, ended: bool) -> dict[str, Any]:
         """The newest piece."""
@@ -101,7 +103,7 @@ class Answer:
             choice["token_ids"] = self._new
         chunk = self._head("chat.completion.chunk" if self.is_chat else "text_completion") | {"choices": [choice]}
         if self.wants_usage:
-            chunk["usage"] = None
+            chunk["usage"] = self._usage() if self._each_tells else None
         if ended and self._kv is not None:
             chunk["kv_transfer_params"] = self._kv
         return chunk

@@ -45,9 +45,9 @@ class KvParams(msgspec.Struct, frozen=True):
 class StreamOptions(msgspec.Struct, frozen=True):
     """OpenAI stream_options."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """vLLM's: usage in every chunk."""
+    """vLLM's: usage in every chunk, for who asked for usage at all."""
 
 
 class _Common(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,10 +129,6 @@ def parse(body: bytes, kind: type[T]) -> T:
         raise BadRequestError(f"the body is not valid JSON: {error}") from error
     if request.n != 1:
         raise BadRequestError(f"n is {request.n}; only n=1 is served", "n")
-    options = request.stream_options
-    if options is not None and options.include_usage and options.continuous_usage_stats:
-        words = "stream_options.continuous_usage_stats is not supported by the torch engine"
-        raise BadRequestError(words, "stream_options")
     return request
 
 
