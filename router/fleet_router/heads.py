@@ -23,10 +23,10 @@ def status_line(status: int) -> bytes:
 STATUS_LINES: Final = {status: status_line(status) for status in PHRASES}
 
 
-def own_head(status: int, request_id: str, size_bytes: int, headers: str, kind: bytes, *, keep_alive: bool) -> bytes:
-    """Of an answer that no worker gave. `headers`: each with its line break behind it; `kind`: its content type."""
-    head = f"HTTP/1.1 {status} {PHRASES.get(status, 'Status')}\r\nx-request-id: {request_id}\r\n"
-    head += f"content-length: {size_bytes}\r\n{headers}"
+def own_head(status: int, names: str, size_bytes: int, headers: str, kind: bytes, *, keep_alive: bool) -> bytes:
+    """Of an answer that no worker gave. `names`: lines with the request's id; `headers`: more; each with its line break behind
+    it; `kind`: its content type."""
+    head = f"HTTP/1.1 {status} {PHRASES.get(status, 'Status')}\r\n{names}content-length: {size_bytes}\r\n{headers}"
     if status == 503 and "retry-after" not in headers:
         head += f"retry-after: {RETRY_AFTER_S}\r\n"
     if not keep_alive:

@@ -236,7 +236,8 @@ class TranslatedLeg(DecodeLeg):
         if self._is_odd(head, stream=self._translation.stream):
             return
         if self._translation.stream:
-            self._flow.head(status, EVENT_STREAM)
+            named = self._translation.named
+            self._flow.head(status, AnswerHead(EVENT_STREAM.fields + named) if named else EVENT_STREAM)
         else:
             self._worker.answers(self._flow.sent_at, self._flow.clock())
 
@@ -310,7 +311,8 @@ class TranslatedLeg(DecodeLeg):
             self._flow.raw(b"", framed(rest) + END)
         else:
             length = str(len(rest)).encode()
-            self._flow.head(200, AnswerHead([(b"content-type", b"application/json"), (b"content-length", length)]))
+            fields = [(b"content-type", b"application/json"), (b"content-length", length), *self._translation.named]
+            self._flow.head(200, AnswerHead(fields))
             self._flow.raw(bytes(self._translation.collected), rest)
         self._flow.end()
 

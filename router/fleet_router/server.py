@@ -18,7 +18,7 @@ from fleet_router.closing import NEVER, Lingering, Taking, ask_if_there, close, 
 from fleet_router.config import HttpBounds
 from fleet_router.context import Context
 from fleet_router.desk import one_of, usable
-from fleet_router.dialect.routes import COUNTING, ask_of, error_body, translation_of
+from fleet_router.dialect.routes import COUNTING, ask_of, error_body, names_of, translation_of
 from fleet_router.dialect.translation import Translation
 from fleet_router.ending import CONTINUE, END, framed
 from fleet_router.errors import RequestError, leaving
@@ -374,7 +374,7 @@ class ClientConnection:
         if self._transport is None:
             return
         keep_alive = keep_alive and self._request.keep_alive and not self._context.draining
-        head = own_head(status, self.request_id, len(body), headers, kind, keep_alive=keep_alive)
+        head = own_head(status, names_of(self._request.url, self.request_id), len(body), headers, kind, keep_alive=keep_alive)
         self.write(head if self._request.method == b"HEAD" else head + body)
         self._answered(keep_alive)
 

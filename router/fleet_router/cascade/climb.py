@@ -23,6 +23,7 @@ from fleet_router.ending import CHAT_PATH, END, framed, unframed
 from fleet_router.errors import RequestError, remembered
 from fleet_router.explain.record import Record
 from fleet_router.flow import Flow
+from fleet_router.heads import kept_lines
 from fleet_router.policy.tiers import tier_of
 from fleet_router.request import choices_of
 from fleet_wire.unreadable import UNREADABLE
@@ -194,6 +195,7 @@ class Climb:
                 self._end(draft, "failed", "failed")
                 self._refuse(error)
                 return
+            head += kept_lines(translation.named)
         else:
             told = plain
         self._tell(draft, _whole(head, told), "kept", last=last)

@@ -6,7 +6,7 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from fleet_router.dialect.messages import error_object
+from fleet_router.dialect.messages import error_object, named
 from fleet_router.dialect.messages_request import CountRequest, count_request
 from fleet_router.dialect.translation import Translation, parsed
 from fleet_router.errors import RequestError
@@ -29,7 +29,7 @@ class CountTokens(Translation):
 
     def __init__(self, body: bytes, request_id: str) -> None:
         super().__init__(request_id)
-        self.fields = count_request(parsed(body, CountRequest))
+        self.fields, self.named = count_request(parsed(body, CountRequest)), named(request_id)
 
     def end(self) -> bytes:
         """The count."""

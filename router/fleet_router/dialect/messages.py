@@ -29,6 +29,11 @@ CUT: Final = frozenset({"max_tokens", "stop_sequence", "refusal"})
 """Reasons of an answer that its model did not end: what it was about to say may lack its end."""
 
 
+def named(request_id: str) -> list[tuple[bytes, bytes]]:
+    """Where Anthropic's clients look for an answer's name."""
+    return [(b"request-id", request_id.encode())]
+
+
 def error_object(error: RequestError, request_id: str) -> dict[str, Any]:
     """Anthropic's error shape."""
     kind = KINDS.get(error.status) or ("invalid_request_error" if error.status < 500 else "api_error")
@@ -54,7 +59,7 @@ class Messages(ChatTranslation):
         asked = parsed(body, MessagesRequest)
         self.stream = bool(asked.stream)
         self.fields = chat_request(asked)
-        self._model = asked.model
+        self._model, self.named = asked.model, named(request_id)
         self._usage = Usage()
         self._choice = Choice()
         self._begun = False

@@ -10,7 +10,7 @@ import msgspec
 from fleet_router.ask import Ask
 from fleet_router.config import RouterConfig
 from fleet_router.dialect.count import CountTokens
-from fleet_router.dialect.messages import Messages, error_object
+from fleet_router.dialect.messages import Messages, error_object, named
 from fleet_router.dialect.responses import Responses
 from fleet_router.dialect.translation import CHAT, Translation
 from fleet_router.errors import RequestError, error_json
@@ -40,6 +40,12 @@ def ask_of(translation: Translation, config: RouterConfig) -> Ask:
         return parse_alone(translation.take_body(), config, counts=translation.path in COUNTING)
     except RequestError as error:
         raise translation.renamed(error) from error
+
+
+def names_of(url: bytes, request_id: str) -> str:
+    """Header lines by which clients of this URL know an answer, each with its line break behind it."""
+    more = named(request_id) if url.startswith(ANTHROPIC) else ()
+    return f"x-request-id: {request_id}\r\n" + "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in more)
 
 
 def error_body(url: bytes, error: RequestError, request_id: str) -> bytes:

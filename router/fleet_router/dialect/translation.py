@@ -87,6 +87,8 @@ class Translation(ABC):
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.named: list[tuple[bytes, bytes]] = []
+        """Header fields by which this dialect's clients know an answer, beside those of all."""
         self.ends = Ends()
         self.used: tuple[int, int] | None = None
         """Tokens (input, output), as soon as the worker has told them."""
