@@ -6,7 +6,7 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from fleet_router.dialect.messages import error_object, named
+from fleet_router.dialect.messages import LAST_TURN, error_object, named
 from fleet_router.dialect.messages_request import CountRequest, count_request
 from fleet_router.dialect.translation import Translation, parsed
 from fleet_router.errors import RequestError
@@ -25,7 +25,7 @@ class CountTokens(Translation):
 
     path: ClassVar = b"/tokenize"
     image: ClassVar = "image"
-    names: ClassVar = {"prompt": "messages", "chat_template_kwargs": "thinking"}
+    names: ClassVar = {"prompt": "messages", "chat_template_kwargs": "thinking", **LAST_TURN}
 
     def __init__(self, body: bytes, request_id: str) -> None:
         super().__init__(request_id)

@@ -25,6 +25,7 @@ KINDS: Final = {
 }  # fmt: skip
 """docs.anthropic.com, Errors."""
 NO_INPUT: Final = msgspec.Raw(b"{}")
+LAST_TURN: Final = dict.fromkeys(("add_generation_prompt", "continue_final_message"), "an assistant's last turn")
 CUT: Final = frozenset({"max_tokens", "stop_sequence", "refusal"})
 """Reasons of an answer that its model did not end: what it was about to say may lack its end."""
 
@@ -51,7 +52,7 @@ class Messages(ChatTranslation):
         "stop": "stop_sequences", "prompt": "messages", "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
         "reasoning_effort": "thinking", "thinking_token_budget": "thinking.budget_tokens",
         "response_format": "output_config.format",
-        **dict.fromkeys(("add_generation_prompt", "continue_final_message"), "an assistant's last turn"),
+        **LAST_TURN,
     }  # fmt: skip
 
     def __init__(self, body: bytes, request_id: str) -> None:

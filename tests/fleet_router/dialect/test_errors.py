@@ -127,6 +127,15 @@ def test_what_a_worker_refuses_is_told_in_the_clients_words(
     run(go)
 
 
+def test_what_a_worker_does_not_count_is_told_in_the_clients_words():
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = refusing("continue_final_message", "continue_final_message is not supported")
+        status, body = await rig.post(asked(COUNT), COUNT)
+        assert (status, told(COUNT, body)) == (400, ("an assistant's last turn is not supported", None))
+
+    run(go)
+
+
 @pytest.mark.parametrize(("path", "kind"), [(MESSAGES, "invalid_request_error"), (RESPONSES, "invalid_prompt")])
 @pytest.mark.parametrize("param", [None, "thinking_token_budget"])
 def test_a_refusal_behind_a_streams_head_is_the_clients(path: str, kind: str, param: str | None):

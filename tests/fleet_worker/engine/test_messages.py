@@ -163,6 +163,31 @@ def test_calls_of_tools_are_refused_by_name_where_the_template_does_not_know_the
     serve(scenario)
 
 
+@pytest.mark.parametrize(
+    ("field", "served", "refused"),
+    [
+        ("tools", ([], None), [{"type": "function", "function": {"name": "f", "description": "of a city " * 40}}]),
+        ("continue_final_message", (False, None), True),
+        ("chat_template", (None,), "{{ messages }}"),
+    ],
+)
+def test_what_no_chat_is_given_is_not_left_out_of_its_count(field: str, served: tuple[Any, ...], refused: Any):
+    """/v1/messages/count_tokens said 15 for a request with tools, which are most of what coding agents send, and which the same
+    engine refuses a moment later."""
+
+    async def scenario(client: httpx.AsyncClient, _: EngineLoop) -> None:
+        asked = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        for path in ("/v1/chat/completions", "/tokenize"):
+            for value in served:
+                assert (await client.post(path, json={**asked, field: value})).status_code == 200
+            answer = await client.post(path, json={**asked, field: refused})
+            error = answer.json()["error"]
+            words = f"{field} is not supported by the torch engine"
+            assert (answer.status_code, error["message"], error["param"]) == (400, words, field)
+
+    serve(scenario)
+
+
 @pytest.mark.parametrize(("texts", "content"), [([], ""), (["a"], "a"), (["a", "b c"], "a\nb c"), (["a\n", "", "b"], "a\n\n\nb")])
 def test_each_part_of_a_content_has_lines_of_its_own(texts: list[str], content: str):
     """As in vLLM, and as routers join those of other dialects: the last word of one was glued to the first of the next."""

@@ -10,12 +10,13 @@ import msgspec
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.engine import protocol as wire
 from fleet_worker.engine.errors import BadRequestError, UnknownModelError
+from fleet_worker.engine.neutral import refuse_unsupported
 from fleet_worker.engine.text import Text
 from fleet_worker.engine.today import now_said
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True):
-    """Text or messages; fields that we do not know are passed over, as vLLM does."""
+    """Text or messages; fields that we do not know are passed over, as vLLM does, but for those of the prompt."""
 
     model: str | None = None
     prompt: str | None = None
@@ -33,13 +34,17 @@ class DetokenizeRequest(msgspec.Struct, frozen=True):
 
 
 T = TypeVar("T")
+WRITTEN: Final = ("tools", "continue_final_message", "chat_template")
+"""Into a prompt, by engines that know them: a count without them is of another prompt."""
+_TOP: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _TOKENIZE: Final = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE: Final = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def tokenize(body: bytes, text: Text, served: Collection[str], max_model_len: int) -> dict[str, Any]:
     """count, max_model_len, tokens; BadRequestError, UnknownModelError."""
-    asked = _parsed(body, _TOKENIZE)
+    asked, fields = _parsed(body, _TOKENIZE), _parsed(body, _TOP)
+    refuse_unsupported({name: fields[name] for name in WRITTEN if name in fields})
     _check_model(asked.model, served)
     if (asked.prompt is None) == (asked.messages is None):
         raise BadRequestError("either prompt or messages is needed", "prompt")
