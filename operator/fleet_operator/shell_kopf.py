@@ -35,6 +35,7 @@ from fleet_operator.cluster.kube_http import configuration_from
 from fleet_operator.cluster.trust import Trust
 from fleet_operator.follow_children import Finder, Patient, closed_to, follow_children, follow_when_open, may_read_nodes, refused
 from fleet_operator.health.logs import about
+from fleet_operator.kopf_pace import Pace
 from fleet_operator.kopf_settings import RECONNECT_S, configure
 from fleet_operator.kopf_tasks import NotKopfs, clear_up, watching
 from fleet_operator.reconciler import CHILDREN, Reconciler
@@ -71,14 +72,17 @@ def build_registry(
     reconciler: Reconciler, kubeconfig: Path | None, trace: aiohttp.TraceConfig | None = None
 ) -> kopf.OperatorRegistry:
     """Handlers for changes of fleets."""
-    registry = kopf.OperatorRegistry()
+    registry, pace = kopf.OperatorRegistry(), Pace()
 
     @kopf.on.login(registry=registry)
     async def login(**_: Any) -> Any:
+        await pace.login()
         if kubeconfig is None:
             account = service_account(os.environ)
-            return _session(kopf.ConnectionInfo(server=account.url, ca_path=account.ca_file, token=account.token()), trace)
-        return _session(_as_we_read(await configuration_from(kubeconfig)), trace)
+            found = kopf.ConnectionInfo(server=account.url, ca_path=account.ca_file, token=account.token())
+        else:
+            found = _as_we_read(await configuration_from(kubeconfig))
+        return found if trace is None else _session(found, [trace, pace.trace()])
 
     @kopf.on.startup(registry=registry)
     def set_up(settings: kopf.OperatorSettings, **_: Any) -> None:
@@ -106,17 +110,15 @@ def _as_we_read(found: Configuration) -> kopf.ConnectionInfo:
     )
 
 
-def _session(found: Any, trace: aiohttp.TraceConfig | None) -> Any:
+def _session(found: kopf.ConnectionInfo, traces: list[aiohttp.TraceConfig]) -> kopf.AiohttpSession:
     """kopf's own connection, in a session that is traced."""
-    if trace is None:
-        return found
     context = found.as_ssl_context()
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=context),
         headers=found.as_http_headers(),
         proxy=found.proxy_url,
         trust_env=found.trust_env,
-        trace_configs=[trace, _trusting(Trust(context, Path(found.ca_path) if found.ca_path else None))],
+        trace_configs=[*traces, _trusting(Trust(context, Path(found.ca_path) if found.ca_path else None))],
     )
     return kopf.AiohttpSession(server=found.server, default_namespace=found.default_namespace, aiohttp_session=session)
 

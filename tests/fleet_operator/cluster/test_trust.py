@@ -79,7 +79,7 @@ def test_an_authority_that_was_replaced_on_disk_is_trusted_at_the_next_connectio
                 monkeypatch.setenv(f"FLEET_KUBE_{name}", value)
             kube = await KubeCluster.connect(None)
             info = kopf.ConnectionInfo(server=url, ca_path=str(ca), token="t")
-            watching: aiohttp.ClientSession = _session(info, aiohttp.TraceConfig()).aiohttp_session
+            watching: aiohttp.ClientSession = _session(info, []).aiohttp_session
             assert await kube.list(CONFIG_MAP, "a") == []
             assert (await watching.get(url)).status == 200
         async with server.serving(second):
