@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import httpx
 
+from fleet_operator.telemetry.cookies import no_cookies
 from fleet_planner.types import Demand
 
 WAIT_S = 10.0
@@ -30,8 +31,8 @@ class HeldRequests:
     def __init__(self, now: Callable[[], float] = time.time, wait_s: float = WAIT_S) -> None:
         self._now = now
         self._wait_s = wait_s
-        timeout = httpx.Timeout(wait_s + SLACK_S, connect=CONNECT_S)
-        self._http = httpx.AsyncClient(timeout=timeout, trust_env=False, limits=httpx.Limits(max_connections=CONNECTIONS))
+        timeout, limits = httpx.Timeout(wait_s + SLACK_S, connect=CONNECT_S), httpx.Limits(max_connections=CONNECTIONS)
+        self._http = httpx.AsyncClient(timeout=timeout, trust_env=False, limits=limits, cookies=no_cookies())
 
     async def listen(self, routers: Sequence[str]) -> Demand | None:
         """As soon as one of the routers holds requests, at the latest after the wait; None when none of them answered."""

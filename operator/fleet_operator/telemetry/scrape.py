@@ -20,6 +20,7 @@ from fleet_operator.names import ROLE, TIER
 from fleet_operator.observe import member_of
 from fleet_operator.render.network import port_of
 from fleet_operator.telemetry.aggregate import METRICS, Reading, WorkerReading, decode_counts, tier_telemetry, watch_tier
+from fleet_operator.telemetry.cookies import no_cookies
 from fleet_operator.telemetry.kvwatch import KvWatch
 from fleet_operator.telemetry.meter import KvMeter, metered
 from fleet_operator.telemetry.parse import parse_text
@@ -52,7 +53,9 @@ class ScrapeTelemetry:
         self._monotonic = monotonic
         plain = {"accept-encoding": "identity"}  # what is not compressed cannot grow
         limits = httpx.Limits(max_connections=CONCURRENCY + TRIES)
-        self._http = httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, limits=limits, headers=plain)
+        self._http = httpx.AsyncClient(
+            timeout=TIMEOUT_S, trust_env=False, limits=limits, headers=plain, cookies=no_cookies()
+        )  # fmt: skip
         self._gates = {True: asyncio.Semaphore(CONCURRENCY), False: asyncio.Semaphore(TRIES)}
         self._reach = Reach()
         self._watches: dict[tuple[str, str, str], KvWatch] = {}

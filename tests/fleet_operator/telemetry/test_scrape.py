@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fleet_operator.telemetry import scrape
+from fleet_operator.telemetry.held import HeldRequests
 from fleet_operator.telemetry.scrape import ScrapeTelemetry
 from tests.fleet_operator.telemetry.answers import LOAD, PODS, Answer, dripping, fleet, pod, reply, served
 
@@ -61,6 +62,31 @@ def test_workers_of_a_tier_that_left_the_spec_are_read_too():
 )
 def test_a_wrong_answer_is_no_answer(answer: Answer):
     assert scraped(answer).prefill.inflight is None
+
+
+def test_no_cookie_of_a_target_is_kept():
+    """90 kB of them fit into each answer: one worker's image filled the memory of the operator of all fleets, and what pods that
+    were long gone had set stayed, too."""
+    seen = list[str | None]()
+
+    def sets(handler: BaseHTTPRequestHandler) -> None:
+        seen.append(handler.headers.get("cookie"))
+        path = handler.path.partition("?")[0]
+        reply(handler, "1" if path == "/held" else LOAD, **{"set-cookie": "a=b; Max-Age=99999999"})
+
+    async def go(url: str) -> None:
+        telemetry, ears = ScrapeTelemetry(), HeldRequests(wait_s=0.0)
+        for _ in range(2):
+            assert (await telemetry.collect(fleet(), PODS, []))["t"].prefill.inflight == 4
+            heard = await ears.listen([url])
+            assert heard is not None
+            assert heard.held == 1
+        await telemetry.close()
+        await ears.close()
+
+    with served(sets, "127.87.0.1", scrape.AGENT_PORT) as url:
+        asyncio.run(go(url))
+    assert seen == [None] * 4
 
 
 @pytest.mark.parametrize("head", [False, True], ids=["in-the-head", "in-the-body"])
