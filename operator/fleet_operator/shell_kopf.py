@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import signal
+import ssl
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
@@ -25,6 +26,7 @@ from typing import Any
 
 import aiohttp
 import kopf
+from aiohttp.connector import Connection
 from kopf._cogs.structs.references import Insights
 from kubernetes.aio.client.configuration import Configuration
 
@@ -77,12 +79,14 @@ def build_registry(
     @kopf.on.login(registry=registry)
     async def login(**_: Any) -> Any:
         await pace.login()
+        name = None
         if kubeconfig is None:
             account = service_account(os.environ)
             found = kopf.ConnectionInfo(server=account.url, ca_path=account.ca_file, token=account.token())
         else:
-            found = _as_we_read(await configuration_from(kubeconfig))
-        return found if trace is None else _session(found, [trace, pace.trace()])
+            read = await configuration_from(kubeconfig)
+            found, name = _as_we_read(read), read.tls_server_name
+        return found if trace is None else _session(found, [trace, pace.trace()], name)
 
     @kopf.on.startup(registry=registry)
     def set_up(settings: kopf.OperatorSettings, **_: Any) -> None:
@@ -110,11 +114,26 @@ def _as_we_read(found: Configuration) -> kopf.ConnectionInfo:
     )
 
 
-def _session(found: kopf.ConnectionInfo, traces: list[aiohttp.TraceConfig]) -> kopf.AiohttpSession:
-    """kopf's own connection, in a session that is traced."""
+class _Connector(aiohttp.TCPConnector):
+    """To servers whose certificates are for `name`; kopf cannot say that with a request."""
+
+    def __init__(self, context: ssl.SSLContext, name: str | None) -> None:
+        super().__init__(limit=0, ssl=context)
+        self._name = name
+
+    async def connect(self, req: aiohttp.ClientRequest, *args: Any, **kwargs: Any) -> Connection:
+        """See `BaseConnector.connect`."""
+        req.server_hostname = self._name
+        return await super().connect(req, *args, **kwargs)
+
+
+def _session(
+    found: kopf.ConnectionInfo, traces: list[aiohttp.TraceConfig], name: str | None = None
+) -> kopf.AiohttpSession:  # fmt: skip
+    """kopf's own connection, in a session that is traced; `name`: of the server's certificate, when it is not the URL's."""
     context = found.as_ssl_context()
     session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=context),
+        connector=_Connector(context, name),
         headers=found.as_http_headers(),
         proxy=found.proxy_url,
         trust_env=found.trust_env,

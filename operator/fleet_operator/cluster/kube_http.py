@@ -191,6 +191,9 @@ class KubeHttp:
         self._refused_at: float | None = None
         """Of the first 401 since an answer to somebody who was known."""
         self._rest = _Rest(configuration)
+        name = configuration.tls_server_name
+        self._named = {"server_hostname": name} if name else {}
+        """A kubeconfig may say whose certificate is shown where it sends us: a tunnel, a gateway."""
         self._trust = Trust(self._rest.ssl_context, Path(configuration.ssl_ca_cert) if configuration.ssl_ca_cert else None)
 
     async def request(
@@ -241,7 +244,8 @@ class KubeHttp:
         try:
             data = None if body is None else msgspec.json.encode(body)
             proxy = {"proxy": self._rest.proxy, "proxy_headers": self._rest.proxy_headers} if self._rest.proxy else {}
-            async with session.request(method, url, headers=headers, data=data, timeout=timeout, **proxy) as answer:
+            more: dict[str, Any] = {**proxy, **self._named}
+            async with session.request(method, url, headers=headers, data=data, timeout=timeout, **more) as answer:
                 if answer.status == UNAUTHORIZED:
                     raise self._refused(error_of(UNAUTHORIZED, await answer.read()))
                 self._refused_at = None

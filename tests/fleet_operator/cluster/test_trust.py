@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -14,13 +15,15 @@ import aiohttp
 import kopf
 import pytest
 from aiohttp import web
+from kopf._core.intents.causes import Activity
 
 from fleet_operator.certs.issue import Material, carry_out
 from fleet_operator.certs.plan import Lifetimes, Work
 from fleet_operator.cluster.interface import CONFIG_MAP, UnavailableError
 from fleet_operator.cluster.kube import KubeCluster
 from fleet_operator.cluster.trust import Trust
-from fleet_operator.shell_kopf import _session
+from fleet_operator.shell_kopf import _session, build_registry
+from tests.fleet_operator.world import World
 
 NAMES = frozenset({"127.0.0.1"})
 
@@ -92,6 +95,32 @@ def test_an_authority_that_was_replaced_on_disk_is_trusted_at_the_next_connectio
             assert (await watching.get(url)).status == 200
         await kube.close()
         await watching.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_kubeconfig_may_say_whose_certificate_is_shown(tmp_path: Path):
+    """`tls-server-name`, for a tunnel or a gateway: kubectl reached such a cluster, and an operator with --kubeconfig did not."""
+    mine = carry_out(Work("everything", ""), None, frozenset({"api.example"}), time.time(), Lifetimes())
+    ca, server = tmp_path / "ca.crt", Server(tmp_path)
+    ca.write_bytes(mine.bundle)
+
+    async def scenario() -> None:
+        async with server.serving(mine) as url:
+            cluster = {"server": url, "certificate-authority": str(ca), "tls-server-name": "api.example"}
+            named = {"clusters": [{"name": "c", "cluster": cluster}], "users": [{"name": "u", "user": {"token": "t"}}]}
+            contexts = {"contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}], "current-context": "x"}
+            (tmp_path / "config").write_text(json.dumps({"apiVersion": "v1", "kind": "Config", **named, **contexts}))
+            kube = await KubeCluster.connect(tmp_path / "config")
+            login = build_registry(World().operator, tmp_path / "config", aiohttp.TraceConfig())
+            (handler,) = login._activities.get_handlers(activity=Activity.AUTHENTICATION)
+            watching = (await handler.fn()).aiohttp_session
+            try:
+                assert await kube.list(CONFIG_MAP, "a") == []
+                assert (await watching.get(url)).status == 200
+            finally:
+                await kube.close()
+                await watching.close()
 
     asyncio.run(scenario())
 
