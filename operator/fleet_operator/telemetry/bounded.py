@@ -10,7 +10,7 @@ import io
 import socket
 from typing import Any
 
-from requests import PreparedRequest, Response
+from requests import PreparedRequest, Response, codes
 from requests.adapters import HTTPAdapter
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.connection import HTTPConnection, HTTPSConnection
@@ -38,9 +38,14 @@ class BoundedAdapter(HTTPAdapter):
         self.poolmanager.pool_classes_by_scheme = _pools(self._line)
 
     def send(self, request: PreparedRequest, stream: bool = False, *args: Any, **kwargs: Any) -> Response:
-        """The whole body is read here: `requests` reads those of redirects without a bound before it looks at them."""
+        """The whole body is read here: `requests` reads those of redirects without a bound before it looks at them. One of a
+        failure is not read at all: nobody asks for its words, and the library's error would spell each of them out."""
         response = super().send(request, True, *args, **kwargs)
         body = bytearray()
+        if response.status_code != codes.ok:
+            response.raw.close()
+            response.raw = io.BytesIO()
+            return response
         for chunk in response.raw.stream(CHUNK_BYTES, decode_content=True):
             body += chunk
             if len(body) > self._max_bytes:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,26 @@ def test_no_more_is_read_than_allowed(monkeypatch: pytest.MonkeyPatch):
         handler.wfile.write(bomb)
 
     assert asked(answer).problem.endswith("AnswerTooLarge")
+
+
+def test_the_words_of_a_failure_cost_nothing():
+    """Thirty times their size: an error of 146 kB, compressed, took 950 MB, and the operator's container has 512."""
+    words = gzip.compress(b"ab " * 1_000_000)
+
+    def fails(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(500)
+        handler.send_header("content-encoding", "gzip")
+        handler.send_header("content-length", str(len(words)))
+        handler.end_headers()
+        handler.wfile.write(words)
+
+    assert "HTTP 500" in asked(fails).problem  # what is imported for it counts below otherwise
+    tracemalloc.start()
+    try:
+        assert "HTTP 500" in asked(fails).problem
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_part_of_the_series_is_not_taken_for_all(monkeypatch: pytest.MonkeyPatch):
