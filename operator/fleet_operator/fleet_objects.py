@@ -156,10 +156,7 @@ def _fleet_of(kind: Kind, obj: Object) -> Key | None:
 
 
 def _newer(news: Object, known: Object) -> bool:
-    """Versions of one object are comparable numbers (KEP-5504); another object of the same name is news in any case."""
-    mine, others = news["metadata"], known["metadata"]
-    if mine.get("uid") != others.get("uid"):
-        return True
+    """Versions of one kind's objects are comparable numbers (KEP-5504), also those of two that had one name after each other."""
     return later(_version(news), _version(known))
 
 

@@ -64,6 +64,21 @@ def test_a_deleted_object_is_gone_in_whatever_order_its_story_is_told(story: lis
     assert versions(cache) == []
 
 
+OLD_AND_NEW = [("ADDED", 1, "u1"), ("MODIFIED", 2, "u1"), ("MODIFIED", 3, "u1"), ("DELETED", 4, "u1"), ("ADDED", 7, "u2")]
+
+
+@pytest.mark.parametrize("kind", [POD, FLEET], ids=["pod", "fleet"])
+@given(story=st.permutations(OLD_AND_NEW))
+def test_what_was_made_anew_stays_in_whatever_order_both_stories_are_told(kind: Kind, story: list[tuple[Any, int, str]]):
+    """kopf keeps the order of one uid's events only: two late ones of a fleet that was deleted and made anew put the old one in
+    the place of the new one and then took it away. The new one was looked after when the audit found it, up to 40 s later."""
+    cache = FleetObjects()
+    for event, version, uid in story:
+        cache.take(kind, WatchEvent(event, obj(version, uid, kind)))
+    left = cache.fleets.values() if kind == FLEET else cache.children(KEY).values()
+    assert [found["metadata"]["uid"] for found in left] == ["u2"]
+
+
 @pytest.mark.parametrize("label", [None, "g"])
 @pytest.mark.parametrize("ending", ["MODIFIED", "DELETED"])
 def test_what_lost_the_fleets_label_is_no_longer_of_the_fleet(ending: Any, label: str | None):
