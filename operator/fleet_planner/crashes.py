@@ -39,13 +39,21 @@ def is_often(crashes: int, created_at: float, now: float) -> bool:
 
 
 def _words(workers: Sequence[Replica], now: float) -> str:
-    """Of the role that has any, the worker that crashed most often; empty when none does, or when its node may be why."""
+    """Of the role that has any, the worker that crashed most often; empty when none does, or when a node may be why."""
     for role in ROLES:
         mine = [one for one in workers if one.role == role]
         bad = [one for one in mine if is_often(_crashes(one), one.leader.created_at, now)]
-        nodes = {pod.node for one in bad for pod in one.pods}
-        well = any(one.ready and not _crashes(one) and nodes.isdisjoint(pod.node for pod in one.pods) for one in mine)
-        if bad and not (well and len(nodes) == 1):
+        if bad and not _may_be_a_node(bad, [one for one in mine if one.ready and not _crashes(one)]):
             pod = max((pod for one in bad for pod in one.pods), key=lambda pod: pod.crashes)
             return f"its workers crash: {pod.name} crashed {pod.crashes} times{': ' + pod.message if pod.message else ''}"
     return ""
+
+
+def _may_be_a_node(bad: Sequence[Replica], well: Sequence[Replica]) -> bool:
+    """All that crash share a node (one of several nodes shares all of its own with itself), and elsewhere one is `well`."""
+    shared = _nodes(bad[0]).intersection(*map(_nodes, bad))
+    return bool(shared) and any(shared.isdisjoint(_nodes(one)) for one in well)
+
+
+def _nodes(worker: Replica) -> set[str | None]:
+    return {pod.node for pod in worker.pods}

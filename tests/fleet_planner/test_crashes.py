@@ -26,6 +26,14 @@ DOWN = worker("decode", 3)
 GANG = replicas_of([pod("w-0", "decode", 0, crashes=3, ready=False), pod("w-0-1", "decode", 0, member=1, crashes=2)], (2, 2))
 
 
+def group(number: int, nodes: str, crashes: int = 0) -> Replica:
+    """A worker over these nodes, each named by a letter."""
+    own: dict[str, Any] = {"crashes": crashes, "ready": crashes == 0, "created_at": NOW}
+    names = [f"w-{number}", *(f"w-{number}-{member}" for member in range(1, len(nodes)))]
+    pods = [pod(name, "decode", number, member=at, node=nodes[at], **own) for at, name in enumerate(names)]
+    return Replica(tuple(pods), len(nodes))
+
+
 @pytest.mark.parametrize(
     ("new", "old", "blamed"),
     [
@@ -46,6 +54,10 @@ GANG = replicas_of([pod("w-0", "decode", 0, crashes=3, ready=False), pod("w-0-1"
         pytest.param([DOWN, worker("decode", 1, node="m", ready=True)], [], True, id="elsewhere-they-crash-too"),
         pytest.param([DOWN, worker("prefill", node="m")], [], True, id="the-other-role-says-nothing-of-the-node"),
         pytest.param([DOWN, worker("decode", 3, node="m"), worker("decode", node="o")], [], True, id="on-two-nodes"),
+        pytest.param([group(0, "ab", 3), group(1, "cd")], [], False, id="a-group-crashes-and-another-is-well-elsewhere"),
+        pytest.param([group(0, "ab", 3), group(1, "bc", 3), group(2, "cd")], [], False, id="groups-that-share-one-node-crash"),
+        pytest.param([group(0, "ab", 3), group(1, "bc", 3), group(2, "be")], [], True, id="the-shared-node-has-one-that-is-well"),
+        pytest.param([group(0, "ab", 3), group(1, "cd", 3), group(2, "ef")], [], True, id="groups-on-other-nodes-crash-too"),
         pytest.param([worker("decode", 3, created_at=NOW - 86_401.0)], [], False, id="three-in-more-than-a-day"),
         pytest.param([worker("decode", 6, created_at=NOW - 2 * 86_400.0)], [], True, id="three-a-day"),
         pytest.param(GANG, [], False, id="of-ages-ago"),
