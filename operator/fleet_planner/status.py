@@ -287,7 +287,10 @@ def _available(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Obs
 def _unserved(fleet: InferenceFleet, tier: TierStatus, observed: Observed, now: float) -> Verdict:
     """A tier that misses a role: who is not ready, and why."""
     mine = [pod for pod in observed.pods if pod.tier == tier.name and not pod.terminating]
-    pods, there = [pod for pod in mine if not pod.ready], {pod.role for pod in mine if pod.ready}
+    workers, pods = workers_of(observed, tier.name), [pod for pod in mine if not pod.ready]
+    there = {worker.role for worker in workers if worker.ready}
+    waits = {pod.uid for worker in workers if worker.size > 1 and worker.unschedulable for pod in worker.pods}  # for the others
+    own = [pod for pod in pods if pod.uid not in waits]
     causes = unready(pods, now)
     since, deadline_s = (tier.starting_since if tier.zero is None else tier.zero.since), fleet.spec.rollout.progress_deadline_s
     reason = "WorkersLost" if since is None else STARTING if tier.zero is None else WAKING
@@ -295,7 +298,7 @@ def _unserved(fleet: InferenceFleet, tier: TierStatus, observed: Observed, now: 
         reason = "WorkersFailing"
     elif any(pod.silent and pod.role not in there for pod in pods):
         reason = "WorkersSilent"
-    elif unready_too_long(pods, deadline_s, now) or come_too_late(pods, since, deadline_s, now):
+    elif unready_too_long(own, deadline_s, now) or come_too_late(pods, since, deadline_s, now):
         reason = "WorkersLate"
     elif (tier.zero is None or exceeds(since, deadline_s, now)) and any(pod.unschedulable for pod in pods):
         reason = "WorkersPending"

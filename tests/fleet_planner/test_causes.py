@@ -12,6 +12,7 @@ from fleet_planner.causes import ROUTER_TAKES_S, SILENT_S, UNSEEN_S
 from fleet_planner.events import Pass, events_of
 from fleet_planner.reconcile import reconcile
 from fleet_planner.types import Observed, ObservedPod, Problem, RouterPod, RouterView
+from tests.fleet_planner.test_gang import gang
 from tests.fleet_planner.test_reconcile import NOW, carry_out, fleet, start
 
 HALF_AN_HOUR_S = 1_800.0
@@ -63,6 +64,30 @@ def test_a_worker_that_hangs_for_as_long_as_a_rollout_may_is_late(serving: Obser
     assert condition("Available", unready(serving), NOW + HALF_AN_HOUR_S + 1)[1] == "WorkersLate"
     waiting = unready(serving, node=None, unschedulable=True)
     assert condition("Available", waiting, NOW + HALF_AN_HOUR_S + 1)[1] == "WorkersPending", "not late: there is no room"
+
+
+def halves(follower: dict[str, Any], leader: dict[str, Any] | None = None) -> Observed:
+    """One worker of each role, over two nodes. The leaders are ready unless said otherwise."""
+    lost = {"ready": False, "ready_since": None, "unready_since": NOW}
+    pods = [*gang("f-t-prefill-aaaaaaaa-0", "prefill"), *gang("f-t-decode-aaaaaaaa-0")]
+    changed = [replace(pod, created_at=NOW, **(lost | follower if pod.member else leader or {})) for pod in pods]
+    return replace(start(nodes=(2, 2)), pods=tuple(changed), router=RouterView(1, 1))
+
+
+def test_half_of_a_worker_that_has_a_node_is_not_late_while_the_rest_finds_none():
+    """It said that no lack of nodes is why, was a Warning, and Argo CD called the fleet Degraded."""
+    begun = {"ready": False, "ready_since": None, "unready_since": NOW, "node": "gpu-a"}
+    waiting = halves({"node": None, "unschedulable": True, "message": "0/4 nodes"}, begun)
+    assert condition("Available", waiting, NOW + HALF_AN_HOUR_S + 1)[1] == "WorkersPending"
+    placed = halves({"node": "gpu-b"}, begun)
+    assert condition("Available", placed, NOW + HALF_AN_HOUR_S + 1)[1] == "WorkersLate"
+
+
+def test_a_leader_that_is_ready_does_not_hide_its_silent_follower():
+    """Nothing serves: the worker is not there, though its leader answers."""
+    told = condition("Available", halves({"node": "gpu-b", "silent": True}), NOW + 1)
+    assert told[1] == "WorkersSilent"
+    assert "was ready, and does not answer since 1970-01-01T00:16:40Z on node gpu-b" in told[2]
 
 
 def test_pods_that_no_scheduler_looks_at_are_named_with_what_to_look_at(serving: Observed):
