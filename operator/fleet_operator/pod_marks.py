@@ -1,5 +1,5 @@
 """What a worker's pod says of itself by labels and annotations, against what its pool and its stored template say. Of a pod that
-fetches a model ahead, its name says it.
+fetches a model ahead, its name says it; and of one of a worker over several nodes, which of its pods it is.
 
 A pod is found by its labels, but whose it is its owner reference says: the operator writes both at once, also for a role flip.
 Where they differ somebody edited the labels. Believed, a prefill worker with the other role's label was told to routers as a
@@ -24,10 +24,11 @@ from fleet_operator.cluster.interface import (
     NotFoundError,
     Object,
 )
-from fleet_operator.names import COMPAT, FETCH, FETCH_ROLE, NAMESPACE, REVISION, ROLE, TIER
+from fleet_operator.names import COMPAT, FETCH, FETCH_ROLE, MEMBER, NAMESPACE, REVISION, ROLE, TIER, group_service
 from fleet_operator.names import POOL as POOL_LABEL
 from fleet_operator.outcome import Outcome, StopError
 from fleet_operator.ownership import owned
+from fleet_operator.render.gang import group_labels
 from fleet_operator.render.revision import place_of
 from fleet_planner.events import Deed
 from fleet_planner.prefetch import fetched_by
@@ -124,6 +125,16 @@ def _of_fetching(pod: Object, fleet: Object) -> Marks | None:
     return {"labels": {ROLE: FETCH_ROLE, FETCH: key}} if key is not None else None
 
 
+def _of_group(pod: Object, pool: str, fleet: Object) -> Marks:
+    """What one of a worker over several nodes says of its place there; nothing of others. Its name has that, and its spec, which
+    nobody can edit, that it is one."""
+    place = pod["metadata"]["name"].removeprefix(f"{pool}-").split("-")
+    if pod["spec"].get("subdomain") != group_service(fleet["metadata"]["name"]) or not all(map(str.isdecimal, place)):
+        return {}
+    member = int(place[1]) if len(place) > 1 else 0
+    return {"labels": group_labels(f"{pool}-{place[0]}", member), "annotations": {MEMBER: str(member)}}
+
+
 def _edited(pod: Object, wanted: Mapping[str, Marks], fleet: Object) -> Marks | None:
     """What differs; None: nothing does, or it is of no pool of the fleet and fetches nothing."""
     meta = pod["metadata"]
@@ -131,8 +142,9 @@ def _edited(pod: Object, wanted: Mapping[str, Marks], fleet: Object) -> Marks | 
     of = next((marks for uid in owners if (marks := wanted.get(uid))), None) or _of_fetching(pod, fleet)
     if of is None or "deletionTimestamp" in meta:
         return None
+    group = _of_group(pod, of["labels"].get(POOL_LABEL, ""), fleet)
     differ: dict[str, dict[str, str]] = {}
-    for part, texts in of.items():
+    for part, texts in [*of.items(), *group.items()]:
         found = meta.get(part) or {}
         for key, text in texts.items():
             if found.get(key) != text:

@@ -73,6 +73,36 @@ def test_an_edited_mark_costs_no_worker_and_comes_back(role: str, where: str, ke
     play(scenario, scaling={"mode": "manual"})
 
 
+GROUPED = {"name": "t", "accelerator": {"type": "cpu"}, "parallelism": {"nodes": 2}, "ratio": {"decode": 1, "min": "1:2"}}
+
+
+@pytest.mark.parametrize("value", [None, "x", "3"])
+@pytest.mark.parametrize(
+    ("where", "key"),
+    [*(("labels", key) for key in (names.GANG, names.GROUP_OF, names.MEMBER)), ("annotations", names.MEMBER)],
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_edited_mark_of_a_worker_over_several_nodes_comes_back(place: int, where: str, key: str, value: str | None):
+    """Without its label a leader had no name any more: its followers never found it when they started again, and nobody replaced
+    them. A follower whose place was edited was taken for a worker of its own, and one that served was deleted with its leader."""
+
+    async def scenario(world: World) -> None:
+        before, pods = await served(world), await workers(world)
+        pod = sorted(pods, key=lambda one: one["metadata"]["name"])[place]
+        name = pod["metadata"]["name"]
+        await world.user.patch(POD, NAMESPACE, name, {"metadata": {where: {key: value}}})
+        for _ in range(20):
+            world.now += 2
+            await world.step()
+            assert await served(world) == before
+        assert {pod["metadata"]["uid"] for pod in await workers(world)} == {pod["metadata"]["uid"] for pod in pods}
+        found = await world.store.get(POD, NAMESPACE, name)
+        assert found["metadata"][where].get(key) == pod["metadata"][where][key]
+        assert await world.touch() == []
+
+    play(scenario, tiers=[GROUPED], scaling={"mode": "manual"})
+
+
 @pytest.mark.parametrize(("key", "value"), [(names.FETCH, None), (names.FETCH, "x"), (names.ROLE, None), (names.ROLE, "decode")])
 @pytest.mark.parametrize("phase", ["Pending", "Succeeded"])
 def test_a_pod_that_fetches_and_lost_its_label_has_it_again(phase: str, key: str, value: str | None):

@@ -82,6 +82,11 @@ def leader_of(wanted: PodWanted) -> str:
     return f"{wanted.pool}-{wanted.ordinal}"
 
 
+def group_labels(worker: str, member: int) -> dict[str, str]:
+    """By which a pod of a worker over several nodes is found: by its Service, its siblings, and whoever scales."""
+    return {GANG: "true", GROUP_OF: worker, MEMBER: str(member)}
+
+
 def join_gang(pod: Object, wanted: PodWanted, gang: Object, leader_uid: str | None) -> None:
     """Make a rendered pod one of its group; changes `pod`. `leader_uid` None: it leads."""
     meta, spec = pod["metadata"], pod["spec"]
@@ -92,7 +97,7 @@ def join_gang(pod: Object, wanted: PodWanted, gang: Object, leader_uid: str | No
     if nodes == 1:
         return
     service = group_service(pod["metadata"]["labels"][FLEET])
-    meta["labels"] |= {GANG: "true", GROUP_OF: name, MEMBER: str(wanted.member)}
+    meta["labels"] |= group_labels(name, wanted.member)
     meta["annotations"][LEADER] = f"{hostname(wanted, 0)}.{service}.{meta['namespace']}"
     if leader_uid is not None:
         meta["annotations"][GROUP_UID] = leader_uid
