@@ -30,6 +30,7 @@ from fleet_planner.events import NAME_CONFLICT
 from fleet_planner.fabric import disaggregating, transport_verified
 from fleet_planner.gang import workers_of
 from fleet_planner.healing import UNHURT, Healing
+from fleet_planner.memory import ScaleMemory
 from fleet_planner.money import beyond, cost_left, cost_now, exact, may_hold, purse_of
 from fleet_planner.peerkey import peer_key, pending
 from fleet_planner.ratio import bounds_of, project, within
@@ -266,8 +267,10 @@ def _unsolved(fleet: InferenceFleet, views: Sequence[TierView], problems: Sequen
 
 
 def _planned(view: TierView, role: Role) -> int:
-    """Workers that there may be now: in the middle of a rollout, held there or not, fewer than the tier's size."""
-    return sum(pool.replicas for pool in view.plan.pools if pool.role == role)
+    """Workers that there may be now: in the middle of a rollout, held there or not, fewer than the tier's size; so while one over
+    several nodes that gave them back is not tried again."""
+    pools = [pool for pool in view.plan.pools if pool.role == role]
+    return sum(pool.replicas if pool.most is None else min(pool.replicas, pool.most) for pool in pools)
 
 
 def _available(fleet: InferenceFleet, tiers: Sequence[TierStatus], observed: Observed, now: float) -> Verdict:
@@ -291,19 +294,34 @@ def _unserved(fleet: InferenceFleet, tier: TierStatus, observed: Observed, now: 
     there = {worker.role for worker in workers if worker.ready}
     waits = {pod.uid for worker in workers if worker.size > 1 and worker.unschedulable for pod in worker.pods}  # for the others
     own = [pod for pod in pods if pod.uid not in waits]
-    causes = unready(pods, now)
+    given_back = _given_back(observed, tier.name)
+    lacks = any(pod.unschedulable for pod in pods) or bool(given_back) or _lacks_still(fleet, workers)
+    causes = unready(pods, now) or given_back
     since, deadline_s = (tier.starting_since if tier.zero is None else tier.zero.since), fleet.spec.rollout.progress_deadline_s
     reason = "WorkersLost" if since is None else STARTING if tier.zero is None else WAKING
     if any(pod.restarts >= FAILING_RESTARTS or pod.blocked for pod in pods):
         reason = "WorkersFailing"
     elif any(pod.silent and pod.role not in there for pod in pods):
         reason = "WorkersSilent"
-    elif unready_too_long(own, deadline_s, now) or come_too_late(pods, since, deadline_s, now):
+    elif unready_too_long(own, deadline_s, now) or (not lacks and come_too_late(pods, since, deadline_s, now)):
         reason = "WorkersLate"
-    elif (tier.zero is None or exceeds(since, deadline_s, now)) and any(pod.unschedulable for pod in pods):
+    elif (tier.zero is None or exceeds(since, deadline_s, now)) and lacks:
         reason = "WorkersPending"
     counts = f"{tier.prefill.serving} prefill and {tier.decode.serving} decode workers are serving"
     return "False", reason, f"tier {tier.name}: {counts}{': ' + causes if causes else ''}"
+
+
+def _given_back(observed: Observed, tier: str) -> str:
+    """Which workers over several nodes gave back what they had, and are tried again now at the earliest, in words."""
+    holds = observed.memory.get(tier, ScaleMemory()).gangs.holds
+    return "; ".join(hold.words for hold in holds if QUOTA_WORDS not in hold.words)
+
+
+def _lacks_still(fleet: InferenceFleet, workers: Sequence[Replica]) -> bool:
+    """Nodes were lacking, and a worker over several is tried once more: what its scheduler will say comes in a moment."""
+    known = fleet.status.condition("Available")
+    tried = any([worker.size > 1 and worker.alive and worker.placed < worker.size for worker in workers])
+    return tried and known is not None and known.reason == "WorkersPending"
 
 
 def _scheme(fleet: InferenceFleet) -> str:

@@ -1,5 +1,5 @@
-"""A rollout of workers over several nodes that finds too few of them: what RollingOut says while one gives its nodes back and is
-tried again."""
+"""Workers over several nodes that find too few of them, most in a rollout: what the status says while one gives its nodes back
+and is tried again."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ UNSEEN: dict[str, Any] = {"node": None, "ready": False, "ready_since": None, "ph
 class Rolling:
     """One worker of each role; each pod needs a node of its own. The scheduler says a pass later that it has none."""
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, *, rolls: bool = True) -> None:
         self.nodes, self.now, self.serial = nodes, NOW, 0
         self.wish = fleet(ratio={"decode": 1}, prefill={"maxReplicas": 1}, decode={"maxReplicas": 1})
         self.observed = start(nodes=NODES, gpus=NODES)
         for _ in range(5):
             self.step()
+        if not rolls:
+            return
         stored = {"t": {"aaaaaaaa": self.observed.templates["t"]}}
         template = Template("bbbbbbbb", "d", nodes=NODES, gpus=NODES, number=2)
         self.observed = replace(self.observed, stored=stored, templates={"t": template})
@@ -96,3 +98,26 @@ def test_a_revision_that_comes_instead_is_not_stuck_for_what_the_one_before_lack
     rolling.nodes, templates = 8, rolling.observed.templates
     rolling.observed = replace(rolling.observed, templates={"t": replace(templates["t"], revision="cccccccc", number=3)})
     assert "Stuck" not in rolling.reasons()
+
+
+def told(world: Rolling, kind: str, passes: int) -> list[tuple[str, int]]:
+    """The reasons of a condition, and how often each was given one after the other."""
+    found = []
+    for _ in range(passes):
+        world.step()
+        known = world.wish.status.condition(kind)
+        found.append(known.reason if known is not None else "")
+    return [(reason, len(list(group))) for reason, group in groupby(found)]
+
+
+def test_a_fleet_that_lacks_a_node_is_not_told_to_start_whenever_a_half_is_given_back():
+    """Half of the time it was WorkersStarting, so that nobody was called, and later WorkersLate, a Warning each time; and
+    pods were "being created" of which none was made for capacityWait."""
+    world = Rolling(3, rolls=False)
+    (first, _), *rest = told(world, "Available", HOUR)
+    assert first in ("WorkersStarting", "WorkersPending")
+    assert {reason for reason, _ in rest} <= {"WorkersPending"}
+    creating = [passes for reason, passes in told(world, "Provisioned", HOUR) if reason == "Creating"]
+    assert set(creating) <= {1}, "in the pass that makes them"
+    world.nodes = 4
+    assert told(world, "Available", HOUR)[-1][0] == "Serving"
