@@ -4,12 +4,16 @@ Nothing tells when a quota has room, or a pod without our labels is gone, and a 
 any other. So a worker waits as long
 again as it was refused already, FIRST_S to MOST_S; not when a pod of its fleet has gone meanwhile, whose room it may get. What is
 not asked for is told as what it was refused with, so that plans and status stay as they are. All of it may be lost.
+
+A worker over several nodes of which the API server takes the first pod and refuses a later one, for whatever reason, goes, and
+one of another name would be made in the next pass, which follows at once: so its whole pool waits. Of a quota the planner takes
+care itself (`fleet_planner.gang`), for longer.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fleet_planner.capacity import QUOTA_WORDS
@@ -35,7 +39,7 @@ class Refusal:
 
 
 class Refusals:
-    """Of one fleet, by the name of the worker's first pod. Times are of a clock that nobody sets."""
+    """Of one fleet, by the name of the worker's first pod, or of the pool. Times are of a clock that nobody sets."""
 
     def __init__(self) -> None:
         self._found: dict[str, Refusal] = {}
@@ -43,25 +47,31 @@ class Refusals:
     def held(self, create: Sequence[PodWanted], pods: Collection[str], now: float) -> tuple[tuple[PodWanted, ...], list[Problem]]:
         """What is asked for now of `create`, and what is told of the rest. `pods`: uids of all pods of the fleet."""
         waiting = {one.name: found for one in create if (found := self._waits(one.name, pods, now)) is not None}
-        workers = {(one.pool, one.ordinal) for one in create if one.name in waiting}
+        waiting |= {one.pool: found for one in create if (found := self._waits(one.pool, pods, now)) is not None}
+        workers = {(one.pool, one.ordinal) for one in create if one.name in waiting or one.pool in waiting}
         asked = tuple(one for one in create if (one.pool, one.ordinal) not in workers)
         return asked, [found.problem for found in waiting.values()]
 
     def note(
-        self, asked: Iterable[PodWanted], problems: Iterable[Problem], pods: Collection[str], wait_s: float, now: float
+        self, asked: Sequence[PodWanted], problems: Iterable[Problem], pods: Collection[str], wait_s: float, now: float
     ) -> None:
         """What came of it. `wait_s`: after so long it is asked for in any case (scaling.capacityWait)."""
-        there = frozenset(pods)
-        lasting = [one for one in problems if QUOTA_WORDS in one.message or one.reason == NAME_CONFLICT]
-        refused = {match[1]: one for one in lasting if (match := _POD.match(one.message))}
+        there, found = frozenset(pods), [(match[1], one) for one in problems if (match := _POD.match(one.message))]
+        refused = {name: one for name, one in found if QUOTA_WORDS in one.message or one.reason == NAME_CONFLICT}
         for name in [one.name for one in asked if one.member == 0]:
-            before = self._found.pop(name, None)
-            if name in refused:
-                since = before.since if before is not None else now
-                until = now + min(max(now - since, FIRST_S), MOST_S, wait_s)
-                self._found[name] = Refusal(refused[name], since, until, there)
+            self._heard(name, refused.get(name), there, wait_s, now)
+        for pool, problem in _cut_short(asked, dict(found)).items():
+            self._heard(pool, problem, frozenset(), wait_s, now)
         for name in [name for name, one in self._found.items() if now > one.until + MOST_S]:
             del self._found[name]  # nobody asked for it again
+
+    def _heard(self, name: str, problem: Problem | None, there: frozenset[str], wait_s: float, now: float) -> None:
+        """What the API server said of it; None: nothing against it."""
+        before = self._found.pop(name, None)
+        if problem is not None:
+            since = before.since if before is not None else now
+            until = now + min(max(now - since, FIRST_S), MOST_S, wait_s)
+            self._found[name] = Refusal(problem, since, until, there)
 
     @staticmethod
     def in_order(problems: Iterable[Problem], create: Sequence[PodWanted]) -> list[Problem]:
@@ -72,3 +82,10 @@ class Refusals:
     def _waits(self, name: str, pods: Collection[str], now: float) -> Refusal | None:
         found = self._found.get(name)
         return found if found is not None and now < found.until and found.pods.issubset(pods) else None
+
+
+def _cut_short(asked: Sequence[PodWanted], problems: Mapping[str, Problem]) -> dict[str, Problem | None]:
+    """By pool of workers over several nodes whose first pods were made: what was said of a later one; None: all were made."""
+    made = [one for one in asked if one.member > 0 and f"{one.pool}-{one.ordinal}" not in problems]
+    refused = {one.pool: problems[one.name] for one in made if one.name in problems}
+    return {one.pool: found if (found := refused.get(one.pool)) and QUOTA_WORDS not in found.message else None for one in made}
