@@ -12,6 +12,11 @@ SHORT = {
     "-sc": "speculative-config", "-ac": "attention-config",
 }  # fmt: skip
 
+KEYS = {
+    "spec-method": ("speculative-config", "method"), "spec-model": ("speculative-config", "model"),
+    "spec-tokens": ("speculative-config", "num_speculative_tokens"),
+}  # fmt: skip
+"""Arguments that are one key of a JSON argument under a name of their own (vLLM 0.32, create_speculative_config)."""
 DECIDED = tuple(
     f"--{name}" for name in (
         "host", "port", "served-model-name", "max-model-len", "kv-transfer-config", "kv-events-config", "tensor-parallel-size",
@@ -41,7 +46,7 @@ class Argument:
 
 
 def parse_arguments(words: Iterable[Any], field: str) -> Iterator[Argument]:
-    """`--a=b`, `--a b`, `--a_b`, `--a.b c` and the short forms; a word that belongs to none is its own nameless argument."""
+    """`--a=b`, `--a b`, `--a_b`, `--a.b c`, the short forms, `KEYS`; a word that belongs to none is a nameless argument."""
     words = [str(word) for word in words]
     index = 0
     while index < len(words):
@@ -55,8 +60,9 @@ def parse_arguments(words: Iterable[Any], field: str) -> Iterator[Argument]:
             value = words[index]
             index += 1
         name, _, rest = head.partition(".")  # --kv-transfer-config.kv_role sets one key of a JSON argument
-        name = SHORT.get(name, name.lstrip("-"))
-        yield Argument(name.replace("_", "-"), f"{rest}={value}" if rest else value, at, rest)
+        name = SHORT.get(name, name.lstrip("-")).replace("_", "-")
+        name, rest = KEYS.get(name, (name, rest))
+        yield Argument(name, f"{rest}={value}" if rest else value, at, rest)
 
 
 def of_role(spec: Mapping[str, Any], index: int, role: str) -> dict[str, Argument]:

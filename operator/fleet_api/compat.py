@@ -72,7 +72,8 @@ STAGED = "; KV of a device goes over tcp there, too: without RDMA UCX reads no o
 """Measured on an H100 (operator/README.md, "Without RDMA")."""
 SPLIT = ("tensor", "pipeline")
 """Sizes of parallelism that split KV over ranks."""
-DRAFTERS = ("eagle", "eagle3", "mtp", "deepseek_mtp", "draft_model")
+DRAFTER = re.compile(r'"(eagle3?|\w*mtp|draft_model|dflash|dspark|extract_hidden_states)"')
+"""vLLM's name of a way to draft that has KV, or hidden states of the model, of its own (0.32, config/speculative.py)."""
 
 
 def refusals(manifest: Raw) -> list[str]:
@@ -208,7 +209,7 @@ def _drafters(spec: Raw, index: int) -> Iterator[str]:
 def _drafts(text: str) -> bool:
     """It names a drafter, or a model that vLLM finds one in: all but ngram."""
     named = re.search(r'"model": "(?!\[?ngram\]?")', text) is not None and '"method": ' not in text
-    return named or any(f'"{name}"' in text for name in DRAFTERS)
+    return named or DRAFTER.search(text) is not None
 
 
 def _blocks(spec: Raw, index: int) -> Iterator[str]:

@@ -85,6 +85,12 @@ BAD = [
         "its KV is handed over",
     ),
     ("a drafter by its model", roles({}, {"args": ["-sc", '{"model":"o/EAGLE3","num_speculative_tokens":2}']}), "is handed over"),
+    ("a drafter by its own names", roles({}, {"args": ["--spec-method=eagle3", "--spec-model=o/d"]}), "its KV is handed over"),
+    (
+        "other numbers of drafted tokens",
+        roles({"args": ["--spec-method=mtp", "--spec-tokens=3"]}, {"args": ["--spec-method=mtp", "--spec-tokens=2"]}),
+        "its KV is handed over",
+    ),
     (
         "overrides of one role, in dots",
         roles({"args": ["--hf-overrides.a=1", "--hf-overrides.b=2"]}, {"args": ["--hf-overrides.b=2"]}),
@@ -120,7 +126,15 @@ GOOD = [
     ("for the fleet and again for a role", spec(args=["--dtype=float16"], tier={"prefill": {"args": ["--dtype=float16"]}})),
     ("one template for both", spec(args=["--chat-template=/etc/t.jinja"])),
     ("n-gram speculation where tokens are made", roles({}, {"args": ['--speculative-config={"method":"ngram"}']})),
+    ("n-gram speculation by its own names", roles({}, {"args": ["--spec-method=ngram", "--spec-tokens=2"]})),
     ("n-gram speculation by its model", roles({}, {"args": ['--speculative-config={"model":"ngram"}']})),
+    (
+        "one drafter, by its own names and in JSON",
+        roles(
+            {"args": ["--spec-method=eagle3", "--spec-tokens=3"]},
+            {"args": ["-sc", '{"method":"eagle3","num_speculative_tokens":3}']},
+        ),
+    ),
     (
         "one drafter, written in two ways",
         roles(

@@ -49,6 +49,9 @@ def env(name: str, value: str) -> dict[str, Any]:
         pytest.param(vllm(["--revision=v2"]), id="weights"),
         pytest.param(vllm(["--block-size=32"]), id="block-size"),
         pytest.param(vllm(["--speculative-config", DRAFTER]), id="drafter"),
+        pytest.param(vllm(["--spec-method=eagle3", "--spec-model", "org/draft"]), id="drafter-by-its-own-names"),
+        pytest.param(vllm(["--spec_model=org/draft"]), id="drafter-by-its-model-alone"),
+        pytest.param(vllm(["-sc", '{"method": "dflash", "model": "org/draft"}']), id="newer-drafter"),
         pytest.param(vllm(**both(args=["--dtype=float16"])), id="dtype-of-the-roles"),
         pytest.param(vllm(**env("VLLM_KV_CACHE_LAYOUT", "NHD")), id="layout"),
         pytest.param(vllm(parallelism={"tensor": 4}), id="ranks"),
@@ -59,6 +62,19 @@ def test_what_changes_kv_is_another_compatibility(other: dict[str, Any]) -> None
     """Incident: in a rollout that set --dtype old prefill workers were paired with new decode workers. vLLM compares a hash of
     its own when these greet each other and hands nothing over (kv_load_failure_policy fail): such requests failed."""
     assert compat(other) != compat(vllm())
+
+
+@pytest.mark.parametrize("method", ["mtp", "qwen3_next_mtp"])
+def test_how_many_tokens_a_models_own_heads_draft_is_another_compatibility(method: str) -> None:
+    """With several heads vLLM 0.32 leaves the prompt's last tokens to the decode worker, one fewer than are drafted, and no hash
+    of its own holds how many (nixl/base_scheduler.py, `_prefill_backoff`): in a rollout from 3 to 2 the new decode workers would
+    take KV of a token that the old prefill workers did not compute, whatever lies in its place."""
+
+    def tokens(count: int) -> str:
+        return compat(vllm([f"--spec-method={method}", "--spec-tokens", str(count)]))
+
+    assert tokens(3) != tokens(2)
+    assert tokens(3) == compat(vllm(["-sc", f'{{"num_speculative_tokens": 3, "method": "{method}"}}']))
 
 
 TEMPLATE = "--chat-template=/etc/chat/t.jinja"
@@ -94,6 +110,7 @@ def test_what_makes_other_tokens_of_a_request_is_another_compatibility(old: dict
         pytest.param(vllm(["--gpu-memory-utilization=0.8"]), id="memory"),
         pytest.param(vllm(["--max-num-batched-tokens", "512"]), id="batch"),
         pytest.param(vllm(["--speculative-config", NGRAM]), id="no-drafter"),
+        pytest.param(vllm(["--spec-method=ngram", "--spec-tokens=3"]), id="no-drafter-by-its-own-names"),
         pytest.param(vllm(**env("VLLM_LOGGING_LEVEL", "DEBUG")), id="another-variable"),
         pytest.param(vllm(parallelism={"tensor": 1}), id="a-default-written-out"),
         pytest.param(vllm(decode={"args": ["--max-num-seqs=8"]}), id="of-one-role"),
