@@ -60,13 +60,15 @@ PROMPTS = dict.fromkeys(
     "both roles make the tokens of a request, and nothing compares them: decode would read the KV of another prompt",
 )  # fmt: skip
 """Arguments that decide what tokens a request is."""
+UNCOMPARED = PROMPTS | {"hf-config-path": "it says how keys are rotated before they are stored, and nothing compares that"}
+"""Arguments by which decode would answer from the wrong KV, with 200."""
 PROMPTS_ENV = {"TZ": "templates are told the day: decode would read the KV of another prompt"}
 ALIKE_ENV = {
     "PYTHONHASHSEED": "hashes of KV blocks would differ (LMCache #1133, #2511: decode never finds what prefill stored)",
     "VLLM_ATTENTION_BACKEND": "each backend lays KV blocks out in its own way",
     "VLLM_KV_CACHE_LAYOUT": "the layouts of KV blocks would differ",
 }
-BLOCK_ARGS = (*ALIKE, *PROMPTS, "attention-config", "block-size")
+BLOCK_ARGS = (*ALIKE, *UNCOMPARED, "attention-config", "block-size")
 """Arguments that decide what KV blocks hold and how long they are."""
 STAGED = "; KV of a device goes over tcp there, too: without RDMA UCX reads no other pod's GPU memory"
 """Measured on an H100 (operator/README.md, "Without RDMA")."""
@@ -97,7 +99,7 @@ def refusals_applied(manifest: Raw) -> list[str]:
     found = [*refusals(manifest), *unmakeable_everywhere(spec)]
     for index in range(len(spec["tiers"])):
         found += unmakeable(spec, index)
-        found += [*_unlike(spec, index, PROMPTS), *_unlike_env(spec, index, PROMPTS_ENV)] if _vllm(spec) else []
+        found += [*_unlike(spec, index, UNCOMPARED), *_unlike_env(spec, index, PROMPTS_ENV)] if _vllm(spec) else []
     return list(dict.fromkeys([*found, *(_joined(spec) if _vllm(spec) else ())]))
 
 
@@ -123,7 +125,7 @@ def _kv_of(spec: Raw, index: int, role: str) -> dict[str, Any]:
     drafter = arguments.get("speculative-config")
     if drafter is not None and _drafts(drafter.value):
         found["--speculative-config"] = drafter.value
-    if any(found.get(f"--{name}", "").startswith("/") for name in PROMPTS):
+    if any(found.get(f"--{name}", "").startswith("/") for name in UNCOMPARED):
         found |= _files_of(tier, role)
     variables = _env_of(tier, role)
     found |= {name: variables[name] for name in (*ALIKE_ENV, *PROMPTS_ENV) if name in variables}

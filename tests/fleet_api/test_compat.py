@@ -189,10 +189,12 @@ def test_name_and_value_in_one_word_are_refused_when_they_are_applied(manifest: 
         ),
         (roles({}, {"args": ["--tokenizer", "o/t"]}), "--tokenizer must be the same in both roles"),
         (roles({"podTemplate": {"env": [{"name": "TZ", "value": "UTC"}]}}, {}), "env TZ must be the same in both roles"),
+        (roles({}, {"args": ["--hf-config-path=o/c"]}), "--hf-config-path must be the same in both roles (prefill has none,"),
     ],
 )
-def test_roles_that_make_other_tokens_of_a_request_are_refused_when_they_are_applied(manifest: dict[str, Any], words: str):
-    """Decode would answer by the KV of another prompt, with 200: NIXL compares none."""
+def test_roles_whose_kv_nobody_compares_are_refused_when_they_are_applied(manifest: dict[str, Any], words: str):
+    """Decode would answer by the KV of another prompt, or of keys that were rotated in another way, with 200: NIXL compares
+    neither."""
     (told,) = refusals_applied(manifest)
     assert words in told
     parse_fleet(manifest)

@@ -105,6 +105,20 @@ def test_what_makes_other_tokens_of_a_request_is_another_compatibility(old: dict
 
 
 @pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param(vllm(), vllm(["--hf-config-path=org/longer"]), id="set"),
+        pytest.param(vllm(["--hf-config-path=org/a"]), vllm(["--hf-config-path", "org/b"]), id="another"),
+        pytest.param(mounted("v1", "--hf-config-path=/etc/chat"), mounted("v2", "--hf-config-path=/etc/chat"), id="file"),
+    ],
+)
+def test_another_config_of_the_same_weights_is_another_compatibility(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """vLLM hashes the model's name and the size of its heads into a hand-off, and not how keys are rotated: in a rollout that set
+    another config (a longer context by rope scaling) new decode workers would read keys that the old config had rotated."""
+    assert compat(old) != compat(new)
+
+
+@pytest.mark.parametrize(
     "same",
     [
         pytest.param(vllm(["--gpu-memory-utilization=0.8"]), id="memory"),
