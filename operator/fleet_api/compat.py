@@ -56,11 +56,17 @@ PROMPTS = dict.fromkeys(
     (
         "tokenizer", "tokenizer-revision", "tokenizer-mode", "chat-template", "chat-template-content-format",
         "default-chat-template-kwargs", "exclude-tools-when-tool-choice-none", "mm-processor-kwargs", "media-io-kwargs",
+        "interleave-mm-strings", "video-pruning-rate", "video-pruning-method",
     ),
     "both roles make the tokens of a request, and nothing compares them: decode would read the KV of another prompt",
 )  # fmt: skip
 """Arguments that decide what tokens a request is."""
-UNCOMPARED = PROMPTS | {"hf-config-path": "it says how keys are rotated before they are stored, and nothing compares that"}
+UNCOMPARED = PROMPTS | {
+    "hf-config-path": "it says how keys are rotated before they are stored, and nothing compares that",
+    **dict.fromkeys(
+        ("mamba-cache-dtype", "mamba-ssm-cache-dtype"), "of states only the length is compared: some formats share it"
+    ),
+}
 """Arguments by which decode would answer from the wrong KV, with 200."""
 PROMPTS_ENV = {"TZ": "templates are told the day: decode would read the KV of another prompt"}
 ALIKE_ENV = {

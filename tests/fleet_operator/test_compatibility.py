@@ -95,6 +95,8 @@ def mounted(name: str, *args: str) -> dict[str, Any]:
         pytest.param(vllm(), vllm(["--tokenizer", "org/other"]), id="tokenizer"),
         pytest.param(vllm(), vllm(["--tokenizer-mode=slow"]), id="tokenizer-mode"),
         pytest.param(vllm(), vllm(["--default-chat-template-kwargs.enable_thinking=false"]), id="template-arguments"),
+        pytest.param(vllm(), vllm(["--interleave-mm-strings"]), id="where-pictures-stand"),
+        pytest.param(vllm(["--video-pruning-rate=0.5"]), vllm(["--video-pruning-rate=0.7"]), id="tokens-of-videos"),
         pytest.param(vllm(), vllm(**env("TZ", "Asia/Tokyo")), id="clock-of-templates"),
     ],
 )
@@ -116,6 +118,12 @@ def test_another_config_of_the_same_weights_is_another_compatibility(old: dict[s
     """vLLM hashes the model's name and the size of its heads into a hand-off, and not how keys are rotated: in a rollout that set
     another config (a longer context by rope scaling) new decode workers would read keys that the old config had rotated."""
     assert compat(old) != compat(new)
+
+
+@pytest.mark.parametrize("name", ["--mamba-cache-dtype", "--mamba-ssm-cache-dtype"])
+def test_another_number_format_of_states_is_another_compatibility(name: str) -> None:
+    """vLLM compares how long a state is: bfloat16 (`auto` of most models) and float16 are as long as each other."""
+    assert compat(vllm([f"{name}=float16"])) != compat(vllm())
 
 
 @pytest.mark.parametrize(
