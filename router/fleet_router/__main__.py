@@ -8,12 +8,14 @@ import os
 import re
 import resource
 import signal
+import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 from fleet_router.gossip.link import GossipSettings
 from fleet_router.members import OWN_KEY, Member
+from fleet_router.port import EVERY
 from fleet_router.stops import ignore_reload
 from fleet_router.tls import TlsFiles
 from fleet_wire.peerkey import PEER_KEY_ENV, PEER_SCOPE_ENV
@@ -84,8 +86,14 @@ def port(text: str) -> int:
 
 
 def every_address() -> str:
-    """All that this machine has; in a cluster of the family that its pods have first, as its API server's address tells."""
-    return "::" if ":" in os.environ.get("KUBERNETES_SERVICE_HOST", "") else "0.0.0.0"
+    """All that this machine has, IPv4's as well. Which of them probes and clients use nobody tells a pod:
+    the API server's may be a name, and a Service may have both."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as found:
+            found.bind((EVERY, 0))
+    except OSError:  # a kernel without IPv6
+        return "0.0.0.0"
+    return EVERY
 
 
 def peers(text: str) -> tuple[tuple[str, int], ...]:

@@ -8,6 +8,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable
+from typing import Any
 
 from fleet_router.handshakes import Handshakes, Listener
 
@@ -17,6 +18,8 @@ LAST_HANDSHAKE_S = 2.0
 """Of those that came while we went."""
 SHUTDOWN_S = 2.0
 """For a client's own end of TLS."""
+EVERY = "::"
+"""Every address of the machine, IPv4's as well: there ::ffff:10.0.0.1 is a client at 10.0.0.1."""
 
 
 class Port:
@@ -105,19 +108,24 @@ class Port:
         self._sockets = []
 
 
-def listening(family: int, address: object, *, shared: bool) -> socket.socket:
+def listening(family: int, address: tuple[Any, ...], *, shared: bool) -> socket.socket:
     """A bound socket; OSError when the address is taken."""
     opened = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY where this is said
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address[0] != EVERY))
         if shared:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         opened.setblocking(False)
-        opened.bind(address)  # type: ignore[arg-type]
+        opened.bind(address)
         opened.listen(BACKLOG)
     except OSError:
         opened.close()
         raise
     return opened
+
+
+def authority(host: str, port: int) -> str:
+    """As URLs have it, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

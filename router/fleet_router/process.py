@@ -40,7 +40,7 @@ from fleet_router.listening import wait_of
 from fleet_router.members import Answer, Member, serve
 from fleet_router.metrics import COMPILED, Metrics
 from fleet_router.paths import DECISIONS, HELD
-from fleet_router.port import Port
+from fleet_router.port import Port, authority
 from fleet_router.prewarm import Prewarm
 from fleet_router.server import ClientConnection
 from fleet_router.stops import ending
@@ -301,7 +301,7 @@ class Router:
             wanted = self._settings
             bound = await self._picker.start(wanted.host, port, self._certificates, shared=wanted.member.size > 1)
         except OSError as error:
-            print(f"AddressInUse: {self._settings.host}:{port} cannot be bound: {error}", file=sys.stderr, flush=True)
+            print(f"AddressInUse: {authority(self._settings.host, port)} cannot be bound: {error}", file=sys.stderr, flush=True)
             return False
         self._journal.say("ext-proc", host=self._settings.host, port=bound)
         return True
@@ -323,7 +323,7 @@ class Router:
             print(f"TlsFailed: {error}", file=sys.stderr, flush=True)
             return False
         except OSError as error:
-            print(f"AddressInUse: {wanted.host}:{wanted.port} cannot be bound: {error}", file=sys.stderr, flush=True)
+            print(f"AddressInUse: {authority(wanted.host, wanted.port)} cannot be bound: {error}", file=sys.stderr, flush=True)
             return False
         return True
 

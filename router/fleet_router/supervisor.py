@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from fleet_router.explain.journal import Journal
 from fleet_router.members import OWN_KEY
-from fleet_router.port import listening
+from fleet_router.port import authority, listening
 from fleet_router.stops import ending
 
 AGAIN_S = 1.0
@@ -49,7 +49,7 @@ class Supervisor:
         try:
             listening(rows[0][0], rows[0][4], shared=False).close()
         except OSError as error:
-            print(f"AddressInUse: {self._host}:{self._port} cannot be bound: {error}", file=sys.stderr, flush=True)
+            print(f"AddressInUse: {authority(self._host, self._port)} cannot be bound: {error}", file=sys.stderr, flush=True)
             return False
         return True
 

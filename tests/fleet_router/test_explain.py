@@ -267,6 +267,9 @@ def test_a_key_reads_what_its_tenant_may(key: str, status: int, seen: set[str] |
     [
         (("127.0.0.1", 1), {}, "all"),
         (("::1", 1, 0, 0), {}, "all"),
+        (("::ffff:127.0.0.1", 1, 0, 0), {}, "all"),  # over IPv4, where both families have one socket
+        (("::ffff:10.0.0.7", 1, 0, 0), {}, "none"),
+        (("fe80::1%eth0", 1, 0, 2), {}, "none"),
         (("10.0.0.7", 1), {}, "none"),
         (("127.0.0.1", 1), {b"x-forwarded-for": b"10.0.0.7"}, "none"),
         (None, {}, "none"),

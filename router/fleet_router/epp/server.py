@@ -31,6 +31,7 @@ from fleet_router.epp.messages import (
 )
 from fleet_router.epp.secure import credentials
 from fleet_router.errors import RequestError, leaving
+from fleet_router.port import authority
 from fleet_router.tls import Certificates
 
 FailureMode = Literal["FailOpen", "FailClose"]
@@ -102,7 +103,7 @@ class EndpointPicker:
             )
         )
         try:
-            at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            at = authority(host, port)
             bound: int = server.add_insecure_port(at) if tls is None else server.add_secure_port(at, credentials(tls))
         except RuntimeError as error:
             raise OSError(str(error)) from error

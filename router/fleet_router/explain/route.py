@@ -43,9 +43,10 @@ def rights_of(tenants_needed: bool, given: Decisions, peer: object, kept: Mappin
 def _local(peer: object) -> bool:
     host = peer[0] if isinstance(peer, tuple) and peer else ""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        found = ipaddress.ip_address(host)
     except ValueError:
         return False
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback  # a client over IPv4 at a socket of both families
 
 
 def answer(recorder: Recorder, url: bytes, rights: Decisions, tenant: str, clock_s: float) -> bytes:

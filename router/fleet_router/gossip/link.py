@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fleet_router.gossip.message import DATAGRAM_BYTES, REASONS, Refused, of_lines, seal, unseal
 from fleet_router.gossip.share import Share
+from fleet_router.port import EVERY, authority
 from fleet_wire.keyfile import KeyFile
 from fleet_wire.peerkey import GOSSIP, derived
 
@@ -122,7 +123,9 @@ class Link:
                 self._udp = _bound(family, (wanted.host, wanted.port))
                 self._sockets.append((self._udp, []))
         except OSError as error:
-            raise GossipError(f"AddressInUse: gossip cannot bind {wanted.host}:{wanted.port}: {error.strerror}") from error
+            raise GossipError(
+                f"AddressInUse: gossip cannot bind {authority(wanted.host, wanted.port)}: {error.strerror}"
+            ) from error
 
     # -- in ---------------------------------------------------------------------------------------------------------
     def _readable(self, opened: socket.socket) -> None:
@@ -180,7 +183,9 @@ class Link:
             for name, port in wanted:
                 # no name of a host: one that cannot be encoded is no OSError
                 with contextlib.suppress(OSError, UnicodeError):
-                    rows = await asyncio.get_running_loop().getaddrinfo(name, port, family=udp.family, type=socket.SOCK_DGRAM)
+                    rows = await asyncio.get_running_loop().getaddrinfo(
+                        name, port, family=udp.family, type=socket.SOCK_DGRAM, flags=socket.AI_V4MAPPED
+                    )
                     known[name, port] = [(str(row[4][0]), int(row[4][1])) for row in rows]
             known = {one: known[one] for one in wanted if one in known}
             targets = list(dict.fromkeys(chain.from_iterable(known.values())))[:MOST_TARGETS]
@@ -237,6 +242,8 @@ def _bound(family: socket.AddressFamily, address: Address) -> socket.socket:
     opened = socket.socket(family, socket.SOCK_DGRAM)
     try:
         opened.setblocking(False)
+        if family == socket.AF_INET6:
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address[0] != EVERY))
         opened.bind(address)
     except OSError:
         opened.close()
