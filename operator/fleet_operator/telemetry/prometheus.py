@@ -208,7 +208,8 @@ def shown(url: str) -> str:
     """Scheme, host and port: what a status may say. Never raises, because the schema lets URLs pass that are none."""
     try:
         parts = urlsplit(url)
-        return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
+        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+        return f"{parts.scheme}://{host}" + (f":{parts.port}" if parts.port else "")
     except ValueError:
         return "its URL"
 

@@ -273,6 +273,8 @@ def test_an_url_that_the_schema_lets_pass_and_that_is_none(url: str):
 
 def test_credentials_are_never_shown():
     assert shown("https://me:hunter2@prom.example:9443/x?token=1") == "https://prom.example:9443"
+    assert shown("http://me:hunter2@[fd00::9]:9090/x") == "http://[fd00::9]:9090"  # it said http://fd00::9:9090, which is none
+    assert shown("http://[fd00::9]") == "http://[fd00::9]"
 
 
 def test_each_fleet_has_one_source():
