@@ -132,7 +132,7 @@ def _host(name: str) -> str:
     if HOST.fullmatch(name):
         return name
     try:
-        return str(ip_address(name))
+        return str(ip_address(name if "%" not in name else ""))  # a certificate has no scope (fe80::1%eth0)
     except ValueError:
         raise ValueError(
             f"--webhook-name {name}: a DNS name (punycode where it is not ASCII) or an address is asked for"

@@ -75,6 +75,7 @@ def test_a_certificate_has_the_names_that_it_was_asked_for(name: str):
         (["--webhook-port", "-1"], "--webhook-port must be a port"),
         (["--webhook-port", "1", "--webhook-name", "é.svc"], "--webhook-name é.svc: a DNS name"),
         (["--webhook-port", "1", "--webhook-name", ""], "a DNS name"),
+        (["--webhook-port", "1", "--webhook-name", "fe80::1%eth0"], "--webhook-name fe80::1%eth0: a DNS name"),
         (["--webhook-port", "1", "--webhook-name", "https://a:1"], "a DNS name"),
         (["--namespace", "a", "--namespace-selector", "b=c"], "not both"),
         (["--namespace", ""], "argument --namespace: '': no namespace"),
