@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from fleet_worker.agent import gathering, group
 from fleet_worker.agent.command import Place, vllm_command
 from fleet_worker.agent.errors import ConfigError
-from fleet_worker.agent.gathering import Join, Line, LineError, Whole, address_of, proof
+from fleet_worker.agent.gathering import Join, Line, LineError, Whole, addresses_of, proof
 from fleet_worker.agent.group import Leader, Membership
 from fleet_worker.agent.identity import read_identity
 from fleet_worker.config import (
@@ -238,24 +239,52 @@ def test_a_leader_that_nobody_knows_yet_is_looked_for_again(monkeypatch: pytest.
     play(2, scenario, monkeypatch, tmp_path)
 
 
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_of_a_leader_with_addresses_of_both_families_the_one_where_it_listens_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Where the fleet's Service has both families, the resolver says the IPv6 address first, and leaders listen at their pod's
+    first one: no worker over several nodes ever began."""
+
+    async def scenario(world: World) -> None:
+        monkeypatch.delenv(HOSTS_ENV)
+        loop = asyncio.get_running_loop()
+        known = loop.getaddrinfo
+
+        async def look_up(host: str, *more: Any, **also: Any) -> Any:
+            if host != NAME:
+                return await known(host, *more, **also)
+            return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0)),
+                    (socket.AF_INET, socket.SOCK_STREAM, 6, "", (HOST, 0))]  # fmt: skip
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "getaddrinfo", look_up)
+            member = world.member(1)
+            assert await asyncio.wait_for(member.whole(quiet), 2.0) == HOST
+        await member.close()
+
+    monkeypatch.setattr(group, "RETRY_S", (0.01, 0.01))
+    play(2, scenario, monkeypatch, tmp_path)
+
+
 def test_without_a_hosts_file_the_resolver_is_asked(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(HOSTS_ENV, raising=False)
-    assert asyncio.run(address_of("localhost")) in ("127.0.0.1", "::1")
-    assert asyncio.run(address_of("no.such.name.invalid")) is None
+    assert set(asyncio.run(addresses_of("localhost"))) & {"127.0.0.1", "::1"}
+    assert asyncio.run(addresses_of("no.such.name.invalid")) == []
 
 
 @pytest.mark.parametrize("name", ["a" * 64 + ".group", "a..b", "\udcff"])
 def test_a_name_that_the_resolver_cannot_ask_for_is_one_that_nobody_knows(monkeypatch: pytest.MonkeyPatch, name: str):
     """A part of more than 63 characters ended the follower with a traceback."""
     monkeypatch.delenv(HOSTS_ENV, raising=False)
-    assert asyncio.run(address_of(name)) is None
+    assert asyncio.run(addresses_of(name)) == []
 
 
 @pytest.mark.parametrize("hosts", [b"\xff\n127.0.0.9 leader\n", b"127.0.0.9 leader"])
 def test_a_hosts_file_is_read_whatever_else_is_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hosts: bytes):
     (tmp_path / "hosts").write_bytes(hosts)
     monkeypatch.setenv(HOSTS_ENV, str(tmp_path / "hosts"))
-    assert asyncio.run(address_of("leader")) == "127.0.0.9"
+    assert asyncio.run(addresses_of("leader")) == ["127.0.0.9"]
 
 
 def test_a_line_that_ends_in_the_middle_is_an_error():

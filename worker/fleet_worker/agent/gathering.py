@@ -144,15 +144,15 @@ def proven(found: str, expected: str) -> bool:
     return hmac.compare_digest(found.encode(), expected.encode())
 
 
-async def address_of(name: str) -> str | None:
-    """IP of a pod by its name, None while nobody knows it."""
+async def addresses_of(name: str) -> list[str]:
+    """IPs of a pod by its name, of both families where its Service has both; none while nobody knows it."""
     if (hosts := os.environ.get(HOSTS_ENV)) is not None:
-        return in_hosts(Path(hosts), name)
+        return [found] if (found := in_hosts(Path(hosts), name)) is not None else []
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        rows = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # also of a name that cannot be asked for
-        return None
-    return str(found[0][4][0]) if found else None
+        return []
+    return [str(row[4][0]) for row in rows]
 
 
 def in_hosts(path: Path, name: str) -> str | None:

@@ -20,7 +20,7 @@ from fleet_worker.agent.gathering import (
     Released,
     Welcome,
     Whole,
-    address_of,
+    addresses_of,
     beat,
     new_nonce,
     proof,
@@ -178,22 +178,25 @@ class Membership:
             pause_s = min(2 * pause_s, RETRY_S[1])
 
     async def _join(self, note: Callable[[str], None]) -> Line:
-        address = await address_of(self._leader)
-        if address is None:
-            raise LineError("nobody knows its address yet")
-        note(f"joining {self._leader} at {address}")
-        try:
-            async with asyncio.timeout(HANDSHAKE_S):
-                reader, writer = await asyncio.open_connection(address, self._port, limit=MAX_LINE_BYTES)
-        except (OSError, TimeoutError) as error:
-            raise LineError(f"{type(error).__name__}: {error}") from error
-        line = Line(reader, writer)
+        line = await self._connected(note)
         try:
             await self._shake_hands(line)
         except BaseException:
             await line.ended()
             raise
         return line
+
+    async def _connected(self, note: Callable[[str], None]) -> Line:
+        """To the first of its addresses where somebody listens: a leader does at its pod's first one alone."""
+        problem = LineError("nobody knows its address yet")
+        for address in await addresses_of(self._leader):
+            note(f"joining {self._leader} at {address}")
+            try:
+                async with asyncio.timeout(HANDSHAKE_S):
+                    return Line(*await asyncio.open_connection(address, self._port, limit=MAX_LINE_BYTES))
+            except (OSError, TimeoutError) as error:
+                problem = LineError(f"{type(error).__name__}: {error}")
+        raise problem
 
     async def _shake_hands(self, line: Line) -> None:
         first = await line.hear(HANDSHAKE_S)
