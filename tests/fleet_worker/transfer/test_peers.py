@@ -171,6 +171,18 @@ def test_an_owner_is_reached_by_address_or_name(context: zmq.Context[zmq.Socket[
     peers.close()
 
 
+@pytest.mark.parametrize(
+    ("host", "named"), [("fd00::1", "[fd00::1]:5600"), ("[fd00::1]", "[fd00::1]:5600"), ("10.0.0.1", "10.0.0.1:5600")]
+)
+def test_an_owner_is_named_with_its_port_apart(context: zmq.Context[zmq.Socket[bytes]], host: str, named: str):
+    """It was called fd00::1:5600, which is another address."""
+    peers, told = Peers(context, 5.0, Faults()), list[object]()
+    peer = peers.get(host, 5600, 0.0)
+    peers.call(peer, lambda call: Renew(call=call, lease_id="l", epoch="e", generation=1), 0.0, told.append)
+    peers.drop(peer)
+    assert [str(one) for one in told] == [f"the prefill worker at {named} is gone or restarted"]
+
+
 def test_no_such_address_is_an_error_of_the_pull(rig: Rig):
     rig.pull("r", reference("a b"))
     assert rig.ended() == {"r": "peer"}

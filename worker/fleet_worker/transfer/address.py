@@ -8,6 +8,11 @@ KEPT_ALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIV
 """Of a socket that only answers: of a peer whose node lost its power nothing else ever tells, and its connection would stay."""
 
 
+def authority(host: str, port: int) -> str:
+    """host:port, an IPv6 address in brackets: without them its port would pass for a part of it."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def tcp_address(host: str, port: int) -> str:
-    """tcp://host:port, an IPv6 address in brackets; the socket needs zmq.IPV6 for one."""
-    return f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{host}:{port}"
+    """tcp://host:port; the socket needs zmq.IPV6 for an IPv6 address."""
+    return f"tcp://{authority(host, port)}"

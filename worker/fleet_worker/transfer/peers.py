@@ -28,7 +28,7 @@ from fleet_wire.sidechannel import (
     decode,
     encode,
 )  # fmt: skip
-from fleet_worker.transfer.address import tcp_address
+from fleet_worker.transfer.address import authority, tcp_address
 from fleet_worker.transfer.base import KvTransferError
 from fleet_worker.transfer.faults import Faults
 
@@ -90,7 +90,9 @@ class Peers:
         try:
             socket = self._context.socket(zmq.DEALER)
         except zmq.ZMQError as error:
-            raise KvTransferError("peers", f"no socket for the prefill worker at {host}:{port}: {error.strerror}") from error
+            raise KvTransferError(
+                "peers", f"no socket for the prefill worker at {authority(host, port)}: {error.strerror}"
+            ) from error
         try:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, 1_000)
@@ -99,7 +101,9 @@ class Peers:
             socket.connect(tcp_address(host, port))
         except zmq.ZMQError as error:
             socket.close()
-            raise KvTransferError("peer", f"the prefill worker at {host}:{port} cannot be reached: {error.strerror}") from error
+            raise KvTransferError(
+                "peer", f"the prefill worker at {authority(host, port)} cannot be reached: {error.strerror}"
+            ) from error
         return socket
 
     def superfluous(self, host: str, port: int, now: float, busy: Collection[int]) -> list[Peer]:
@@ -121,7 +125,7 @@ class Peers:
         """Forget a peer; open calls fail. The next use connects and greets again: what has its place by then stays."""
         if self._peers.get((peer.host, peer.port)) is peer:
             del self._peers[peer.host, peer.port]
-        gone = KvTransferError("peer", f"the prefill worker at {peer.host}:{peer.port} is gone or restarted")
+        gone = KvTransferError("peer", f"the prefill worker at {authority(peer.host, peer.port)} is gone or restarted")
         calls, peer.calls = list(peer.calls.values()), {}
         for call in calls:
             self._tell(call, gone)
@@ -166,7 +170,7 @@ class Peers:
         try:
             message: Message = decode(frame)
         except BadFrameError as error:
-            self._faults.count(f"an answer of {peer.host}:{peer.port}", error)  # its call runs into its deadline
+            self._faults.count(f"an answer of {authority(peer.host, peer.port)}", error)  # its call runs into its deadline
             return
         if not isinstance(message, Answer):
             return
@@ -188,7 +192,7 @@ class Peers:
             for number in late:
                 call = peer.calls.pop(number, None)
                 if call is not None:  # the one before may have dropped its peer, and with it all its calls
-                    words = f"the prefill worker at {peer.host}:{peer.port} did not answer in time"
+                    words = f"the prefill worker at {authority(peer.host, peer.port)} did not answer in time"
                     self._tell(call, KvTransferError("timeout", words))
 
     def close(self) -> None:
