@@ -187,7 +187,7 @@ def render_revision(fleet: InferenceFleet, tier: TierSpec, template: Template, p
             "nodes": list(template.nodes),
             "flippable": template.flippable,
             **({"startsAnew": True} if template.starts_anew else {}),
-            **({"perGpuHour": template.price} if template.price is not None else {}),
+            **({"perGpuHour": _written(template.price)} if template.price is not None else {}),
             "pods": {role: pod_spec(fleet, tier, role, template, platform) for role in ROLES},
             "inputs": revision_inputs(fleet, tier, keyed=template.revision != revision_of(fleet, tier)),
             **_fabric_of(tier),
@@ -236,6 +236,11 @@ class RevisionsSeen:
         if len(objects) != len(self.objects) or not all(map(is_, objects, self.objects)):
             self.objects, self.found = objects, observe_revisions(objects)
         return self.found
+
+
+def _written(price: float) -> float | int:
+    """As the API server writes it (`cluster.kube_http.as_go_writes`)."""
+    return int(price) if price.is_integer() else price
 
 
 def _price(told: object) -> float | None:

@@ -22,7 +22,7 @@ from fleet_operator.cluster.interface import (
     UnavailableError,
 )
 from fleet_operator.cluster.kube import KubeCluster
-from fleet_operator.cluster.kube_http import Backoff, GoneError, KubeHttp, KubeLimits, error_of, split_lines
+from fleet_operator.cluster.kube_http import Backoff, GoneError, KubeHttp, KubeLimits, as_go_writes, error_of, split_lines
 
 FAST = KubeLimits(backoff_base_s=0.001, backoff_cap_s=0.01, page=2, silence_s=5)
 
@@ -423,3 +423,19 @@ def test_a_line_of_a_watch_has_a_bound():
 
     with pytest.raises(ValueError, match="longer than 100 bytes"):
         asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("body", "written"),
+    [
+        ({"b": {"d": [1, "x"], "c": None}, "a": True}, '{"a":true,"b":{"c":null,"d":[1,"x"]}}'),
+        ({"price": 4.25, "small": 1e-7}, '{"price":4.25,"small":1e-7}'),
+        ([{"op": "add", "value": "<a>&b"}], '[{"op":"add","value":"\\u003ca\\u003e\\u0026b"}]'),
+        ({"a": "\u2028\u2029\x01\n\\", "ü": "é"}, '{"a":"\\u2028\\u2029\\u0001\\n\\\\","ü":"é"}'),
+        ({"text": "1.0,2.0"}, '{"text":"1.0,2.0"}'),
+    ],
+)
+def test_a_body_is_written_as_the_api_server_writes_it_anew(body, written):
+    """Incident: `kubectl delete ifleet --cascade=orphan` never ended: the API compares a stored template's data byte by byte."""
+    assert as_go_writes(body).decode() == written
+    assert json.loads(as_go_writes(body)) == body
