@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Mapping
 
+from fleet_operator.cluster.interface import FLEET as FLEET_KIND
 from fleet_operator.cluster.interface import POD, POOL, Object
 from fleet_operator.names import (
     APPLIED,
@@ -141,6 +142,13 @@ def _made_at(obj: Object) -> float:
         return math.inf
 
 
+def of_a_life_before(there: Object, fleet: str) -> bool:
+    """Nobody owns it but a fleet of this name that is no more: garbage collection comes behind who deletes a fleet and makes it
+    anew at once."""
+    owners = there["metadata"].get("ownerReferences") or []
+    return bool(owners) and all((one.get("kind"), one.get("name")) == (FLEET_KIND.kind, fleet) for one in owners)
+
+
 def name_conflict(there: Object, wish: Object) -> Problem:
     """An object of somebody else has the name of this wish. One with our labels and no owner is what stays when a fleet is
     deleted with `--cascade=orphan`."""
@@ -154,6 +162,8 @@ def name_conflict(there: Object, wish: Object) -> Problem:
             f", or is left of a fleet {fleet} that was deleted with --cascade=orphan: then delete it and all else with label "
             f"{FLEET}={fleet} in namespace {meta['namespace']}, and everything is made anew"
         )
+    if of_a_life_before(there, fleet):
+        what_to_do = f": to a fleet {fleet} that was deleted; it is made anew once the garbage collector or you have deleted it"
     return Problem(NAME_CONFLICT, f"{kind} {meta['name']} exists and belongs to somebody else{what_to_do}")
 
 

@@ -30,7 +30,7 @@ from fleet_operator.compare import data_patch, difference, merge_patch, satisfie
 from fleet_operator.deeds import member_of, planned_from, undone, worker_of
 from fleet_operator.fresh import Fresh
 from fleet_operator.outcome import Outcome, StopError
-from fleet_operator.ownership import name_conflict, owned, parted, taken
+from fleet_operator.ownership import name_conflict, of_a_life_before, owned, parted, taken
 from fleet_operator.settled import Settled, digest_of
 from fleet_operator.write_through import WriteThrough
 from fleet_planner.events import ANEW, Deed
@@ -113,7 +113,8 @@ class Putter:
         kind, name, outcome = wish["kind"], wish["metadata"]["name"], work.outcome
         seen = work.live.get((kind, name))  # before the fleet was read again: it is not being orphaned
         if found is not None and not (owned(found, work.raw) or all(parted(one, wish, work.raw) for one in (seen, found))):
-            outcome.problems.append(name_conflict(found, wish))
+            passing = of_a_life_before(found, work.fleet.metadata.name)
+            (outcome.conflicts if passing else outcome.problems).append(name_conflict(found, wish))
             return None
         if found is not None and kind == CONTROLLER_REVISION.kind:
             wish = {part: wish[part] for part in ("apiVersion", "kind", "metadata")}

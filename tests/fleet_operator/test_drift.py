@@ -10,6 +10,7 @@ import pytest
 
 from fleet_operator.cluster.interface import (
     CONFIG_MAP,
+    CONTROLLER_REVISION,
     DEPLOYMENT,
     FLEET,
     NETWORK_POLICY,
@@ -207,6 +208,33 @@ def test_who_deleted_a_fleet_without_its_children_is_told_what_to_delete():
         for kind in CHILDREN:
             for child in await world.store.list(kind, NAMESPACE, {"inferencefleet.io/fleet": "f"}):
                 await world.user.delete(kind, NAMESPACE, child["metadata"]["name"], grace_s=0)
+        for _ in range(90):
+            await world.step()
+        assert (await world.condition("Ready"))["status"] == "True"
+
+    play(scenario)
+
+
+def test_what_garbage_collection_has_not_taken_yet_of_a_fleet_of_this_name_is_somebody_elses_to_nobody():
+    """Incident: after `kubectl replace --force`, and whenever GitOps deletes a fleet and makes it anew, a Warning said of an
+    object of the one before that it belongs to somebody else, and to delete it or to give the fleet another name."""
+
+    async def scenario(world: World) -> None:
+        (revision,) = await world.store.list(CONTROLLER_REVISION, NAMESPACE)
+        held = [(CONFIG_MAP, "f-router"), (CONTROLLER_REVISION, revision["metadata"]["name"])]
+        for kind, name in held:
+            await world.user.patch(kind, NAMESPACE, name, {"metadata": {"finalizers": ["example.com/slow"]}})
+        await world.user.delete(FLEET, NAMESPACE, "f")
+        await world.user.apply(manifest())
+        await world.step()
+        assert [line for line in await world.events() if "NameConflict" in line] == []
+        for _ in range(20):
+            await world.step()
+        told = await world.condition("Provisioned")
+        assert told["reason"] == "NameConflict", "it lasts"
+        assert "ConfigMap f-router exists and belongs to somebody else: to a fleet f that was deleted" in told["message"]
+        for kind, name in held:
+            await world.user.patch(kind, NAMESPACE, name, {"metadata": {"finalizers": []}})
         for _ in range(90):
             await world.step()
         assert (await world.condition("Ready"))["status"] == "True"
