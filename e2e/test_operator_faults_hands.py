@@ -429,6 +429,9 @@ def orphaned(lab: Lab) -> None:
     marked = {"podTemplate": {"env": [{"name": "URL", "value": "http://a/?b=<c>&d=\u2028"}]}}
     tier = {"name": "t", "accelerator": {"type": "cpu"}, "cost": {"perGpuHour": 2.0}, "decode": marked}
     running(lab, tiers=[tier])
+    removed(lab)  # so the garbage collector has found the new kinds: what it does not know it cannot leave
+    lab.apply(fleet_manifest(lab.namespace, tiers=[tier]))
+    lab.until("a running fleet", lambda: lab.serving(1, 2), 60)
     before, revision = lab.uids(), child_names(lab)[CONTROLLER_REVISION.kind][1]
     lab.plane.kubectl("-n", lab.namespace, "label", "controllerrevision", revision, "inferencefleet.io/tier-")
     lab.until(
