@@ -43,6 +43,8 @@ TIMES = 8_192
 """Texts of times that are remembered."""
 WORKER = "worker"
 """Name of the container that is the worker."""
+OWN = frozenset({WORKER, "router", FETCH_CONTAINER})
+"""Names of the containers that are ours."""
 NO_NODE = frozenset({"Unschedulable", "SchedulerError"})
 """Reasons of a pod that a scheduler gave no node; SchedulerError: it failed itself, or cannot read what the pod asks for."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
@@ -160,7 +162,7 @@ def observe_fetching(
                     key=key,
                     phase=_phase_of_fetch(status),
                     created_at=made_at,
-                    message=str(status.get("message") or pod_words.message(*_containers(status), {})),
+                    message=str(status.get("message") or pod_words.message(*_unready(status), {})),
                     terminating="deletionTimestamp" in meta,
                     placed=bool((pod.get("spec") or {}).get("nodeName")),
                     outlived=made_at < (node_made_at(node) or 0.0),
@@ -180,10 +182,20 @@ def _phase_of_fetch(status: Mapping[str, Any]) -> str:
     return "Failed" if ended.get("exitCode", 0) else "Succeeded"
 
 
-def _containers(status: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """A pod's own, and those that others put before them (a mesh, an injector) and that have not come through: ours wait."""
-    before = status.get("initContainerStatuses") or []
-    return status.get("containerStatuses") or [], [container for container in before if not container.get("ready")]
+Containers = list[Mapping[str, Any]]
+
+
+def _containers(status: Mapping[str, Any]) -> tuple[Containers, Containers]:
+    """A pod's own, and those of others (a mesh, an injector): beside them, or before them, where ours wait for them still."""
+    there, first = status.get("containerStatuses") or [], status.get("initContainerStatuses") or []
+    beside = [one for one in there if one.get("name", WORKER) not in OWN]
+    return [one for one in there if one not in beside], [*beside, *(one for one in first if not one.get("ready"))]
+
+
+def _unready(status: Mapping[str, Any]) -> tuple[Containers, Containers]:
+    """The same, without what others put beside them that is well: how it ended days ago is not why a pod is not ready now."""
+    own, others = _containers(status)
+    return own, [one for one in others if not one.get("ready")]
 
 
 def _ran(status: Mapping[str, Any]) -> bool:
@@ -198,8 +210,8 @@ def _pod(pod: Object, leaving: str, sick: str, serving: bool, told: bool, busy: 
     conditions = {c.get("type"): c for c in status.get("conditions") or []}
     ready = conditions.get("Ready", {})
     scheduled = conditions.get("PodScheduled", {})
-    containers, before = _containers(status)
-    everyone, ended = [*containers, *before], pod_words.of_ended(status)
+    containers, others = _unready(status)
+    everyone, ended = [*containers, *others], pod_words.of_ended(status)
     rejected = bool(ended) and not _ran(status)
     node, made_at = pod["spec"].get("nodeName"), _time(meta.get("creationTimestamp"))
     return ObservedPod(
@@ -217,13 +229,14 @@ def _pod(pod: Object, leaving: str, sick: str, serving: bool, told: bool, busy: 
         created_at=made_at or 0.0,
         ready_since=_told_at(ready, made_at) if ready.get("status") == "True" else None,
         unready_since=None if ready.get("status") == "True" else _told_at(ready, made_at) or made_at,
-        message=ended or pod_words.message(containers, before, scheduled),
+        message=ended or pod_words.message(containers, others, scheduled),
         unschedulable=scheduled.get("status") == "False" and scheduled.get("reason") in NO_NODE,
         gated=scheduled.get("status") == "False" and scheduled.get("reason") == "SchedulingGated",
         restarts=sum(container.get("restartCount", 0) for container in everyone),
         blocked=rejected or pod_words.is_blocked(everyone),
         rejected=rejected,
         silent=pod_words.is_silent(containers, ready) and FLIP not in notes,
+        beside=pod_words.beside(containers, ready),
         crashes=sum(_crashes(container) for container in containers if container.get("name") == WORKER),
         compat=notes.get(COMPAT, ""),
         member=member_of(notes, meta["name"]),
@@ -350,22 +363,23 @@ def observe_router(deployment: Object | None, pods: Iterable[Object]) -> RouterV
 
 def _router_pod(pod: Object) -> RouterPod:
     meta, status = pod["metadata"], pod.get("status") or {}
-    containers, before = _containers(status)
-    everyone = [*containers, *before]
+    containers, others = _containers(status)
+    everyone, ready = [*containers, *others], _condition(status, "Ready")
     ends = [_time(((one.get("lastState") or {}).get("terminated") or {}).get("finishedAt")) for one in everyone]
     return RouterPod(
         name=meta["name"],
         created_at=_time(meta.get("creationTimestamp")) or 0.0,
-        ready=any((c.get("type"), c.get("status")) == ("Ready", "True") for c in status.get("conditions") or []),
-        message=pod_words.message(containers, before, _scheduled(status)),
+        ready=ready.get("status") == "True",
+        message=pod_words.message(containers, others, _condition(status, "PodScheduled")),
         restarts=sum(one.get("restartCount", 0) for one in everyone),
         ended_at=max((at for at in ends if at is not None), default=None),
         pending=status.get("phase", "Pending") == "Pending",
+        beside=pod_words.beside(containers, ready),
     )
 
 
-def _scheduled(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    return next((c for c in status.get("conditions") or [] if c.get("type") == "PodScheduled"), {})
+def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    return next((c for c in status.get("conditions") or [] if c.get("type") == kind), {})
 
 
 @lru_cache(maxsize=TIMES)

@@ -45,20 +45,29 @@ def of_ended(status: Mapping[str, Any]) -> str:
     return ": ".join(str(status[part]) for part in ("reason", "message") if status.get(part))[:WORDS_MOST]
 
 
-def is_silent(containers: Iterable[Mapping[str, Any]], ready: Mapping[str, Any]) -> bool:
-    """Whether a pod that was ready is not any more though its containers run on; `ready`: its condition. Both times are the
+def is_silent(containers: Sequence[Mapping[str, Any]], ready: Mapping[str, Any]) -> bool:
+    """Whether a pod that was ready is not any more though its own containers run on; `ready`: its condition. Both times are the
     node's: one that was never ready became unready before its containers began, or with them."""
+    if beside(containers, ready):
+        return False
     begun = [((container.get("state") or {}).get("running") or {}).get("startedAt") for container in containers]
     fell_at = ready.get("lastTransitionTime")
     return ready.get("status") == "False" and bool(fell_at and begun and all(at and at < fell_at for at in begun))
 
 
-def message(containers: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], scheduled: Mapping[str, Any]) -> str:
-    """The most telling words of a pod that is not ready; `scheduled`: its condition. `before`: what others put before its own
-    containers, each of which is named."""
+def beside(containers: Sequence[Mapping[str, Any]], ready: Mapping[str, Any]) -> str:
+    """What keeps a pod from being ready whose own containers are, in the kubelet's words: a container that others put beside
+    them, or a readiness gate. Empty: nothing, or they are not. `ready`: its condition."""
+    mine = bool(containers) and all(container.get("ready") for container in containers)
+    return str(ready.get("message") or "")[:WORDS_MOST] if mine and ready.get("status") == "False" else ""
+
+
+def message(containers: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], scheduled: Mapping[str, Any]) -> str:
+    """The most telling words of a pod that is not ready; `scheduled`: its condition. `others`: what is put before or beside its
+    own containers, each of which is named."""
     if words := _of_containers(containers):
         return words
-    for container in before:
+    for container in others:
         if words := _of_containers([container]):
             return f"{container.get('name')}: {words}"
     return str(scheduled.get("message", ""))[-WORDS_MOST:] if scheduled.get("status") == "False" else ""

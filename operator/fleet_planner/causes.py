@@ -86,7 +86,9 @@ def router_words(router: RouterView | None) -> str:
     """Why no router is ready, behind a colon; one that says nothing is named."""
     if router is None or not (router.message or router.silent):
         return ""
-    return f": {router.message or f'{router.silent} runs and does not become ready: look at its log'}"
+    beside = next((pod.beside for pod in router.pods if pod.name == router.silent), "")
+    why = f"answers, and its pod is not ready: {beside}" if beside else "runs and does not become ready: look at its log"
+    return f": {router.message or f'{router.silent} {why}'}"
 
 
 def routers_failing(router: RouterView, deadline_s: float, now: float) -> str:
@@ -115,6 +117,8 @@ def _why(pod: ObservedPod, now: float) -> str:
         return ""
     if pod.node is None:
         return f"no node since {rfc3339(pod.unready_since)}, and no scheduler says why: {LOOK_AT_IT}"
+    if pod.beside:
+        return f"answers, and its pod is not ready since {rfc3339(pod.unready_since)}{_on(pod)}: {pod.beside}"
     what = "was ready, and does not answer" if pod.silent else "not ready"
     return f"{what} since {rfc3339(pod.unready_since)}{_on(pod)}{again}: look at its log"
 

@@ -43,6 +43,7 @@ class ObservedPod:
     """It cannot be started (its image, or a Secret that it names, is not to be had); it was ready, and runs without an answer."""
     crashes: int = 0
     """How often the worker's own container ended by itself; what others put beside it does not count."""
+    beside: str = ""  # what keeps its pod from being ready though the worker itself is, in the kubelet's words
     compat: str = ""  # KV compatibility hash that it was made with
     member: int = 0
     """Its place in a worker that spans several nodes; 0 leads."""
@@ -269,6 +270,8 @@ class RouterPod:
     """When its container ended the last time, by its node's clock."""
     pending: bool = False
     """Its containers have not been started yet."""
+    beside: str = ""
+    """What keeps it from being ready though the router itself is, in the kubelet's words."""
 
 
 @dataclass(frozen=True, slots=True)

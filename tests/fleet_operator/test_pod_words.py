@@ -10,6 +10,7 @@ from fleet_operator.names import FLIP
 from fleet_operator.observe import observe_pods, observe_router, timestamp
 from fleet_operator.pod_words import last_words
 from fleet_operator.recorder import render_event
+from fleet_planner.causes import router_words, unready
 from fleet_planner.events import Event
 from fleet_planner.types import RouterPod
 
@@ -114,6 +115,64 @@ RUNS = {"name": "worker", "restartCount": 0, "state": {"running": {"startedAt": 
 FELL = {"type": "Ready", "status": "False", "lastTransitionTime": "2026-01-01T04:00:00Z"}
 
 
+PROXY_FELL = {"name": "istio-proxy", "restartCount": 5, "state": {"running": {}}, "lastState": ended()}
+"""In a kubelet's list of a pod's containers, which goes by names, it stands before ours."""
+
+
+@pytest.mark.parametrize(
+    ("own", "proxy", "message", "blocked", "restarts"),
+    [
+        (waiting("ImagePullBackOff", PULL), {"ready": True}, PULL, True, 0),
+        (waiting("CrashLoopBackOff", BACK_OFF, ended(2, message="BadModel: none")), {"ready": False}, "BadModel: none", False, 5),
+        ({"name": "worker", "state": {"running": {}}}, {"ready": True}, "", False, 0),
+        ({"name": "worker", "state": {"running": {}}}, {"ready": False}, f"istio-proxy: {KILLED}", False, 5),
+    ],
+    ids=["it-has-no-image", "it-crashes", "it-begins", "the-proxy-fails"],
+)
+def test_a_container_that_others_put_beside_ours_is_named_and_hides_nothing(
+    own: dict[str, Any], proxy: dict[str, Any], message: str, blocked: bool, restarts: int
+):
+    """The last end of a mesh's proxy, days ago, was told as why a worker was not ready: its image that is not to be had was not,
+    and the proxy's restarts made it WorkersFailing."""
+    status = {"phase": "Running", "containerStatuses": [{**PROXY_FELL, **proxy}, own]}
+    labels = {"inferencefleet.io/role": "decode", "inferencefleet.io/tier": "t"}
+    pod = {"metadata": {"name": "f-t-decode-a-0", "uid": "u", "labels": labels}, "spec": {"nodeName": "gpu-a"}, "status": status}
+    (seen,) = observe_pods([pod])
+    assert (seen.message, seen.blocked, seen.restarts, seen.crashes) == (message, blocked, restarts, "CrashLoop" in str(own))
+
+
+def test_a_routers_proxy_that_ends_again_and_again_is_named():
+    """It was told as the router's own end."""
+    status = {"containerStatuses": [{**PROXY_FELL, "ready": True}, {"name": "router", "ready": True, "state": {"running": {}}}]}
+    (seen,) = observe_router({"spec": {}}, [{"metadata": {"name": "f-router-x"}, "status": status}]).pods
+    assert (seen.message, seen.restarts) == (f"istio-proxy: {KILLED}", 5)
+
+
+UNREADY = "containers with unready status: [istio-proxy]"
+GATE = 'the status of pod readiness gate "target-health" is not "True", but False'
+
+
+@pytest.mark.parametrize("words", [UNREADY, GATE])
+def test_what_keeps_a_pod_from_being_ready_whose_own_container_is(words: str):
+    """Of a worker that answers the status said that it does not, and to look at its log (WorkersSilent), while a mesh's proxy
+    beside it was not ready, or a gate that a load balancer put on its pod was shut."""
+    labels = {"inferencefleet.io/role": "decode", "inferencefleet.io/tier": "t"}
+    meta = {"name": "f-t-decode-a-0", "uid": "u", "labels": labels, "creationTimestamp": "2026-01-01T00:00:00Z"}
+    own = [{**RUNS, "name": name, "ready": True} for name in ("worker", "router")]
+    conditions = [{**FELL, "message": words}]
+    pods = [
+        {"metadata": meta, "spec": {"nodeName": "n"}, "status": {"containerStatuses": [one], "conditions": conditions}}
+        for one in own
+    ]
+    (worker,), router = observe_pods(pods[:1]), observe_router({"spec": {}}, pods[1:])
+    assert (worker.silent, worker.message) == (False, "")
+    now = timestamp("2026-01-01T04:02:00Z") or 0.0
+    told = f"answers, and its pod is not ready since 2026-01-01T04:00:00Z on node n: {words}"
+    assert unready([worker], now) == f"f-t-decode-a-0: {told}"
+    assert unready([worker], now - 70) == "", "mostly it is over soon"
+    assert router_words(router) == f": f-t-decode-a-0 answers, and its pod is not ready: {words}"
+
+
 @pytest.mark.parametrize(
     ("status", "notes", "silent"),
     [
@@ -123,6 +182,7 @@ FELL = {"type": "Ready", "status": "False", "lastTransitionTime": "2026-01-01T04
             id="it-never-was",
         ),
         pytest.param({"containerStatuses": [RUNS], "conditions": [{**FELL, "status": "True"}]}, {}, False, id="ready"),
+        pytest.param({"containerStatuses": [{**RUNS, "ready": True}], "conditions": [FELL]}, {}, True, id="its-node-is-lost"),
         pytest.param({"containerStatuses": [waiting("ContainerCreating")], "conditions": [FELL]}, {}, False, id="not-running"),
         pytest.param({"containerStatuses": [RUNS, waiting("x")], "conditions": [FELL]}, {}, False, id="one-of-two-runs"),
         pytest.param({"conditions": [FELL]}, {}, False, id="no-container"),
