@@ -2,7 +2,8 @@
 
 Two tests: the hash of our last wish (an annotation) must be the hash of this wish, and every field that we wish must be in the
 live object. The first sees a wish that lost a field, the second sees somebody else's edit; defaults that the API server adds
-are in neither.
+are in neither. What others add to the routers' pods (a container, a variable: a mesh, a policy, Reloader) is not ours, and no
+apply takes it away: it stays.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import hashlib
 import json
 from typing import Any, Final
 
-from fleet_operator.cluster.interface import Object
+from fleet_operator.cluster.interface import DEPLOYMENT, Object
+from fleet_operator.cluster.merge import named_in
 from fleet_operator.names import APPLIED
 
 WHOLE: Final = {"Service": ("selector",), "PodDisruptionBudget": ("selector",), "NetworkPolicy": ("podSelector", "ingress")}
@@ -27,7 +29,11 @@ def stamped(wish: Object) -> Object:
 
 def satisfied(wish: Object, live: Object | None) -> bool:
     """No write is needed. `wish` is stamped."""
-    return live is not None and contains(live, wish) and not _added_to(live, wish)
+    return live is not None and (contains(live, wish) or contains(_ours(live, wish), wish)) and not _added_to(live, wish)
+
+
+def _ours(live: Object, wish: Object) -> Object:
+    return named_in(wish, live) if wish.get("kind") == DEPLOYMENT.kind else live
 
 
 def _added_to(live: Object, wish: Object) -> str:
@@ -53,6 +59,8 @@ def contains(live: Any, wish: Any) -> bool:
 
 def difference(live: Any, wish: Any, path: str = "") -> str:
     """Path of the first field of `wish` that `live` has not, e.g. spec.ports[0].port; empty when it is as wished."""
+    if not path and isinstance(live, dict) and isinstance(wish, dict):
+        live = _ours(live, wish)
     if contains(live, wish):
         return _added_to(live, wish) if not path and isinstance(wish, dict) else ""
     if isinstance(wish, dict) and isinstance(live, dict):

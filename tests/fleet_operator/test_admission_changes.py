@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from fleet_operator.cluster.interface import FLEET, PDB, POD, SERVICE, ClusterError, InvalidError, Kind, WatchEvent
+from fleet_operator.cluster.interface import DEPLOYMENT, FLEET, PDB, POD, SERVICE, ClusterError, InvalidError, Kind, WatchEvent
 from fleet_operator.cluster.kinds import kind_of
+from fleet_operator.cluster.merge import clone
 from fleet_operator.names import MANAGED_BY
 from fleet_operator.render.kept_router import ROUTERS_RENEWED_AT
 from tests.fleet_operator.world import NAMESPACE, Api, World, manifest
@@ -294,3 +295,67 @@ def test_a_policy_that_takes_our_label_from_pods_costs_few_requests():
 
 async def idle() -> None:
     """Nothing of it is told."""
+
+
+def injected(obj: dict[str, Any]) -> dict[str, Any]:
+    """What meshes, Reloader, Kyverno's and Gatekeeper's rules for whole workloads add to a Deployment, with each write."""
+    template = obj["spec"]["template"]
+    spec = template["spec"]
+    router, *others = spec["containers"]
+    if others:
+        return obj
+    variables = [{"name": "STAKATER_TENANTS_SECRET", "value": "x"}, *router["env"], {"name": "OTEL_SERVICE_NAME", "value": "y"}]
+    mounts = [*router.get("volumeMounts", []), {"name": "more", "mountPath": "/more"}]
+    spread = {"topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "ScheduleAnyway", "maxSkew": 1}
+    more = {
+        "containers": [{"name": "a-proxy", "image": "p"}, {**router, "env": variables, "volumeMounts": mounts}],
+        "volumes": [{"name": "more", "emptyDir": {}}, *spec.get("volumes", [])],
+        "topologySpreadConstraints": [spread, *spec["topologySpreadConstraints"]],
+        "tolerations": [{"operator": "Exists"}],
+    }
+    return {**obj, "spec": {**obj["spec"], "template": {**template, "spec": {**spec, **more}}}}
+
+
+def test_what_a_policy_adds_to_the_routers_pods_stays_and_is_no_fault():
+    """A variable or a container more, by a policy or Reloader, and the fleet was not Ready for ever, though it serves; and its
+    Deployment was written again four times a minute, which changed nothing."""
+
+    async def go() -> None:
+        world = await changed("Deployment", injected)
+        await world.settle()
+        found = await world.store.get(DEPLOYMENT, NAMESPACE, "f-router")
+        spec = found["spec"]["template"]["spec"]
+        assert [one["name"] for one in spec["containers"]] == ["a-proxy", "router"]
+        assert (await world.condition("Ready"))["status"] == "True"
+        assert await world.touch() == []
+        world.operator = world.new_operator()
+        await world.settle()
+        assert await world.touch() == []
+        assert [line for line in await world.events() if line.startswith("Warning") or "PutBack" in line] == []
+
+    play(go)
+
+
+OTHERS: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+    ("the image", lambda router: router.update(image="mine")),
+    ("a variable of ours", lambda router: router["env"][1].update(value="9")),
+    ("a variable of ours is away", lambda router: router["env"].pop(1)),
+    ("a variable of ours twice", lambda router: router["env"].append({**router["env"][1], "value": "9"})),
+]
+
+
+@pytest.mark.parametrize("edit", [edit for _, edit in OTHERS], ids=[name for name, _ in OTHERS])
+def test_what_is_ours_is_put_back_beside_what_others_added(edit: Callable[[dict[str, Any]], Any]):
+    async def go() -> None:
+        world = await changed("Deployment", injected)
+        await world.settle()
+        before = (await world.store.get(DEPLOYMENT, NAMESPACE, "f-router"))["spec"]
+        theirs = clone(before["template"]["spec"]["containers"])
+        edit(theirs[1])
+        await world.user.patch(DEPLOYMENT, NAMESPACE, "f-router", {"spec": {"template": {"spec": {"containers": theirs}}}})
+        written = await world.step()
+        assert ("apply", "Deployment", "f-router") in written
+        told = "PutBack Deployment f-router: undid somebody else's edit of spec.template.spec.containers"
+        assert any(told in line for line in await world.events())
+
+    play(go)

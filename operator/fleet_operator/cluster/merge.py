@@ -81,6 +81,18 @@ def merge(live: Any, applied: Any, field: str = "") -> Any:
     return _without_nulls(applied)
 
 
+def named_in(applied: Any, live: Any, field: str = "") -> Any:
+    """`live` with no items in its keyed lists but those that `applied` names, in that order: what others added is left out. A
+    list that lacks one of these, or has it twice, stays as it is."""
+    if isinstance(live, dict) and isinstance(applied, dict):
+        return {name: named_in(applied[name], value, name) if name in applied else value for name, value in live.items()}
+    keys = _list_keys(field, applied)
+    if not keys or not isinstance(live, list):
+        return live
+    found = [(item, [one for one in live if _is(one, _item(item, keys))]) for item in applied]
+    return [named_in(item, same[0]) for item, same in found] if all(len(same) == 1 for _, same in found) else live
+
+
 def remove(obj: Any, path: Path, kept: set[Path]) -> None:
     """Take the field at `path` out of `obj`, and maps and lists that this empties unless `kept` names them."""
     _drop(obj, path)
