@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
-from fleet_operator.cluster.interface import ClusterError, ConflictError, Object, UnavailableError
+from fleet_operator.cluster.interface import ClusterError, ConflictError, ForbiddenError, InvalidError, Object, UnavailableError
+from fleet_planner.capacity import QUOTA_WORDS
 from fleet_planner.events import Deed
 from fleet_planner.types import Problem
+
+DENIED: Final = ("denied request", "denied the request")
+"""What the API says of a write that a policy or a webhook refuses: it would refuse to make the object anew, too."""
+NO_RIGHT: Final = ('user "', "cannot set blockownerdeletion")
+"""What it says of one for which we lack a right; of 403 for anything else (Pod Security, a LimitRange) it says neither."""
+
+
+def is_denied(why: str) -> bool:
+    """Whether a policy or a webhook refused a write, by the API's words."""
+    return any(words in why for words in DENIED)
+
+
+def reason_of(error: ClusterError) -> str:
+    """Of a problem. A quota's refusal is known by its words."""
+    why = str(error)
+    no_policy = QUOTA_WORDS in why or any(words in why.lower() for words in NO_RIGHT)
+    by_admission = type(error) is ForbiddenError and " is forbidden: " in why and not no_policy
+    return "Refused" if by_admission or (isinstance(error, ForbiddenError | InvalidError) and is_denied(why)) else error.reason
 
 
 @dataclass(slots=True)
@@ -37,7 +57,7 @@ class Outcome:
     def fail(self, what: str, error: ClusterError) -> None:
         """One write that did not happen."""
         self.vain += 1
-        problem = Problem(error.reason, f"{what}: {error}")
+        problem = Problem(reason_of(error), f"{what}: {error}")
         (self.conflicts if isinstance(error, ConflictError) else self.problems).append(problem)
         if isinstance(error, UnavailableError):
             self.stopped = True

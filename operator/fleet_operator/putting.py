@@ -29,7 +29,7 @@ from fleet_operator.cluster.interface import (
 from fleet_operator.compare import data_patch, difference, merge_patch, satisfied, stamped
 from fleet_operator.deeds import member_of, planned_from, undone, worker_of
 from fleet_operator.fresh import Fresh
-from fleet_operator.outcome import Outcome, StopError
+from fleet_operator.outcome import Outcome, StopError, is_denied
 from fleet_operator.ownership import name_conflict, of_a_life_before, owned, parted, taken
 from fleet_operator.settled import Settled, digest_of
 from fleet_operator.write_through import WriteThrough
@@ -45,8 +45,6 @@ _WRITTEN = (
 BY_KIND: dict[str, Kind] = {kind.kind: kind for kind in _WRITTEN}
 MADE_ANEW = frozenset({SERVICE.kind, PDB.kind})
 """What runs nothing: where it cannot be put right by writing it whole, it is deleted."""
-DENIED = ("denied request", "denied the request")
-"""What the API says of a write that a policy or a webhook refuses: it would refuse to make the object anew, too."""
 MADE_AT_ONCE = frozenset(
     kind.kind for kind in (SERVICE_ACCOUNT, ROLE, ROLE_BINDING, SERVICE, DEPLOYMENT, PDB, NETWORK_POLICY, POOL)
 )
@@ -200,13 +198,13 @@ class Putter:
         it. A Service or budget is written whole then, which is given back: a Service keeps its address. Where the API cannot do
         that it is made anew. Of anything else the difference is reported, and of what a webhook changes or a policy refuses."""
         kind, name, outcome = wish["kind"], wish["metadata"]["name"], work.outcome
-        if found is not None and kind in MADE_ANEW and not _is_denied(why):
+        if found is not None and kind in MADE_ANEW and not is_denied(why):
             try:
                 made = await self._cluster.patch(BY_KIND[kind], wish["metadata"]["namespace"], name, _whole(wish, found))
             except (NotFoundError, ConflictError):
                 return None  # gone, or another one by now: the next pass sees which
             except InvalidError as error:
-                if not _is_denied(why := str(error)):
+                if not is_denied(why := str(error)):
                     namespace, uid = wish["metadata"]["namespace"], found["metadata"]["uid"]
                     await self.delete(BY_KIND[kind], namespace, name, uid, f"{ANEW}: {why}", outcome)
                     return None
@@ -249,10 +247,6 @@ class Putter:
         outcome.writes += 1
         outcome.done.append(Deed("deleted", kind.kind, name, uid, *worker_of(pod), why=reason, member=member_of(pod)))
         return True
-
-
-def _is_denied(why: str) -> bool:
-    return any(words in why for words in DENIED)
 
 
 def _whole(wish: Object, found: Object) -> Object:

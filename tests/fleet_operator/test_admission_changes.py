@@ -10,7 +10,19 @@ from typing import Any
 
 import pytest
 
-from fleet_operator.cluster.interface import DEPLOYMENT, FLEET, PDB, POD, SERVICE, ClusterError, InvalidError, Kind, WatchEvent
+from fleet_operator.cluster.interface import (
+    DEPLOYMENT,
+    FLEET,
+    PDB,
+    POD,
+    SERVICE,
+    ClusterError,
+    CredentialsRefusedError,
+    ForbiddenError,
+    InvalidError,
+    Kind,
+    WatchEvent,
+)
 from fleet_operator.cluster.kinds import kind_of
 from fleet_operator.cluster.merge import clone
 from fleet_operator.names import MANAGED_BY
@@ -357,5 +369,40 @@ def test_what_is_ours_is_put_back_beside_what_others_added(edit: Callable[[dict[
         assert ("apply", "Deployment", "f-router") in written
         told = "PutBack Deployment f-router: undid somebody else's edit of spec.template.spec.containers"
         assert any(told in line for line in await world.events())
+
+    play(go)
+
+
+WHO = 'User "system:serviceaccount:sys:operator" cannot create resource "pods" in API group "" in the namespace "ml"'
+POD_SECURITY = 'violates PodSecurity "restricted:latest": hostPath volumes (volume "model")'
+ESCALATES = 'user "system:serviceaccount:sys:operator" (groups=[]) is attempting to grant RBAC permissions not currently held'
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ForbiddenError(f'pods "x" is forbidden: {POD_SECURITY}'), "Refused"),
+        (ForbiddenError('pods "x" is forbidden: maximum memory usage per Container is 1Gi, but limit is 2Gi'), "Refused"),
+        (ForbiddenError('pods "x" is forbidden: failed quota: q: must specify limits.memory for: worker'), "Refused"),
+        (ForbiddenError('admission webhook "validation.gatekeeper.sh" denied the request: no team'), "Refused"),
+        (InvalidError("pods \"x\" is forbidden: ValidatingAdmissionPolicy 'p' with binding 'b' denied request: no"), "Refused"),
+        (InvalidError('Pod "x" is invalid: spec.containers[0].image: Required value'), "Invalid"),
+        (ForbiddenError(f"pods is forbidden: {WHO}"), "Forbidden"),
+        (ForbiddenError(f'roles "f-router" is forbidden: {ESCALATES}'), "Forbidden"),
+        (ForbiddenError('pods "x" is forbidden: cannot set blockOwnerDeletion if an ownerReference refers to'), "Forbidden"),
+        (ForbiddenError('pods "x" is forbidden: exceeded quota: gpus'), "QuotaExceeded"),
+        (CredentialsRefusedError("Unauthorized"), "Unauthorized"),
+    ],
+)
+def test_a_write_that_a_policy_refuses_is_told_from_one_without_the_right_to_it(error: ClusterError, reason: str):
+    """Both were Forbidden: who looked that up checked the operator's rights, which were all there, and applied its chart."""
+
+    async def go() -> None:
+        world = World()
+        world.api.refuse = lambda verb, kind, name: error if kind == POD else None
+        await world.user.apply(manifest())
+        for _ in range(3):
+            await world.step()
+        assert any(line.startswith(f"Warning {reason} Pod f-t-") for line in await world.events()), await world.events()
 
     play(go)
