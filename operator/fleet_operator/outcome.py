@@ -12,6 +12,9 @@ from fleet_planner.types import Problem
 
 DENIED: Final = ("denied request", "denied the request")
 """What the API says of a write that a policy or a webhook refuses: it would refuse to make the object anew, too."""
+NO_WEBHOOK: Final = "failed calling webhook"
+"""What it says, with 500, where it is well and a webhook is not, mostly one of a single kind: whether it is all of them is what
+the next write tells."""
 NO_RIGHT: Final = ('user "', "cannot set blockownerdeletion")
 """What it says of one for which we lack a right; of 403 for anything else (Pod Security, a LimitRange) it says neither."""
 
@@ -45,7 +48,7 @@ class Outcome:
     vain: int = 0
     """Writes that changed nothing for good: refused ones, and those that undo somebody's edit."""
     stopped: bool = False
-    """The API cannot answer now: nothing more was tried."""
+    """The API cannot answer now: nothing more was tried, or no more than until a second webhook did not answer."""
     retry_after_s: float | None = None
 
     def add(self, before: Outcome) -> None:
@@ -60,9 +63,10 @@ class Outcome:
         problem = Problem(reason_of(error), f"{what}: {error}")
         (self.conflicts if isinstance(error, ConflictError) else self.problems).append(problem)
         if isinstance(error, UnavailableError):
-            self.stopped = True
+            one_kind, self.stopped = NO_WEBHOOK in str(error) and not self.stopped, True
             self.retry_after_s = max(self.retry_after_s or 0.0, error.retry_after_s or 0.0) or None
-            raise StopError
+            if not one_kind:
+                raise StopError
 
 
 class StopError(Exception):
