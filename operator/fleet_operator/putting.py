@@ -134,10 +134,7 @@ class Putter:
             outcome.writes += 1
             if not satisfied(wish, made):
                 made = await self._make_way(wish, made, _unlike(made, wish), work) or made
-        verb: Literal["created", "changed"] = "created" if found is None else "changed"
-        undid = undone(wish, found)
-        outcome.vain += bool(undid)
-        outcome.done.append(Deed(verb, kind, name, made["metadata"]["uid"], undid=undid))
+        _note(wish, found, made, outcome)
         return made
 
     async def _write(self, wish: Object, found: Object | None) -> Object:
@@ -247,6 +244,16 @@ class Putter:
         outcome.writes += 1
         outcome.done.append(Deed("deleted", kind.kind, name, uid, *worker_of(pod), why=reason, member=member_of(pod)))
         return True
+
+
+def _note(wish: Object, found: Object | None, made: Object, outcome: Outcome) -> None:
+    """What was done. An edit that stands as it did, because it is made again on the way of each write, was not undone: a problem
+    tells of it."""
+    verb: Literal["created", "changed"] = "created" if found is None else "changed"
+    undid = undone(wish, found)
+    outcome.vain += bool(undid)
+    if not undid or satisfied(wish, made):
+        outcome.done.append(Deed(verb, wish["kind"], wish["metadata"]["name"], made["metadata"]["uid"], undid=undid))
 
 
 def _whole(wish: Object, found: Object) -> Object:
