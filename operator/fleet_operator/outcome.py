@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,6 +20,8 @@ the next write tells."""
 NO_RIGHT: Final = ('user "', "cannot set blockownerdeletion")
 """What it says of one for which we lack a right; of 403 for anything else (Pod Security, a LimitRange) it says neither."""
 
+_WORD: Final = re.compile(r"[^\s,;]+")
+
 
 def is_denied(why: str) -> bool:
     """Whether a policy or a webhook refused a write, by the API's words."""
@@ -30,6 +34,17 @@ def reason_of(error: ClusterError) -> str:
     no_policy = QUOTA_WORDS in why or any(words in why.lower() for words in NO_RIGHT)
     by_admission = type(error) is ForbiddenError and " is forbidden: " in why and not no_policy
     return "Refused" if by_admission or (isinstance(error, ForbiddenError | InvalidError) and is_denied(why)) else error.reason
+
+
+def in_words_of(before: Iterable[Problem], problems: Iterable[Problem]) -> list[Problem]:
+    """The problems, in the words of before where they are the same in another order: an API server lists what it is against as a
+    map gives it, and each order would be news."""
+    known = {_unordered(problem): problem for problem in before}
+    return [known.get(_unordered(problem), problem) for problem in problems]
+
+
+def _unordered(problem: Problem) -> tuple[str, ...]:
+    return problem.reason, *sorted(_WORD.findall(problem.message))
 
 
 @dataclass(slots=True)

@@ -55,7 +55,7 @@ from fleet_operator.known_nodes import KnownNodes
 from fleet_operator.leftovers import Leftovers
 from fleet_operator.names import MANAGED_BY, MANAGER
 from fleet_operator.nodes import changed_nodes, going_away
-from fleet_operator.outcome import Outcome
+from fleet_operator.outcome import Outcome, in_words_of
 from fleet_operator.ownership import without_strangers
 from fleet_operator.picture import Places, picture, pods_of
 from fleet_operator.pod_marks import put_back, rightful
@@ -436,7 +436,8 @@ class Reconciler:
         state.needed = needed_templates(plan, live, raw)
         state.refusals.note(asked, outcome.problems, there, fleet.spec.scaling.capacity_wait_s, at)
         outcome.add(kept)
-        outcome.problems = state.refusals.in_order([*outcome.problems, *held, *unmakeable(key[1], plan, live)], plan.create)
+        problems = in_words_of(state.problems, [*outcome.problems, *held, *unmakeable(key[1], plan, live)])
+        outcome.problems = state.refusals.in_order(problems, plan.create)
         status = state.settled.words.last or plan.status
         lasts = state.pace.failures >= PATIENCE and outcome.conflicts
         told = replace(outcome, problems=[*outcome.problems, *outcome.conflicts]) if lasts else outcome
