@@ -50,6 +50,8 @@ FETCH: Final = f"{GROUP}/fetch"
 FETCH_NODE: Final = f"{GROUP}/fetch-node"
 FETCH_ROLE: Final = "fetch"
 FETCH_CONTAINER: Final = "fetch"
+OWN_CONTAINERS: Final = frozenset({"worker", "router", FETCH_CONTAINER})
+"""Names of the containers that are ours: meshes and other injectors put theirs before and beside them."""
 APPLIED: Final = f"{GROUP}/applied"
 """Hash of what the operator applied last: a difference means that the wish changed."""
 CHANGED_BY: Final = f"{GROUP}/changed-by"

@@ -22,6 +22,7 @@ from fleet_operator.names import (
     GROUP_UID,
     MEMBER,
     ORDINAL,
+    OWN_CONTAINERS,
     PLANNED,
     REVISION,
     RIGHTED_AT,
@@ -43,8 +44,6 @@ TIMES = 8_192
 """Texts of times that are remembered."""
 WORKER = "worker"
 """Name of the container that is the worker."""
-OWN = frozenset({WORKER, "router", FETCH_CONTAINER})
-"""Names of the containers that are ours."""
 NO_NODE = frozenset({"Unschedulable", "SchedulerError"})
 """Reasons of a pod that a scheduler gave no node; SchedulerError: it failed itself, or cannot read what the pod asks for."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
@@ -188,7 +187,7 @@ Containers = list[Mapping[str, Any]]
 def _containers(status: Mapping[str, Any]) -> tuple[Containers, Containers]:
     """A pod's own, and those of others (a mesh, an injector): beside them, or before them, where ours wait for them still."""
     there, first = status.get("containerStatuses") or [], status.get("initContainerStatuses") or []
-    beside = [one for one in there if one.get("name", WORKER) not in OWN]
+    beside = [one for one in there if one.get("name", WORKER) not in OWN_CONTAINERS]
     return [one for one in there if one not in beside], [*beside, *(one for one in first if not one.get("ready"))]
 
 

@@ -17,7 +17,7 @@ from fleet_operator.cluster.interface import CLAIM_TEMPLATE, CONFIG_MAP, DEPLOYM
 from fleet_operator.flip.follow import DEFAULT_PORTS
 from fleet_operator.names import ROLE
 from fleet_operator.reconciler import CHILDREN
-from fleet_operator.render.network import PORTS, render_policy, worker_ports
+from fleet_operator.render.network import PORTS, port_of, render_policy, worker_ports
 from fleet_operator.render.revision import template_of
 from fleet_operator.render.worker import at_ordinal, pod_spec
 from fleet_operator.settings import Platform
@@ -215,6 +215,15 @@ def test_whoever_must_reach_a_port_of_a_worker_may():
     labels = {"inferencefleet.io/fleet": "f", "inferencefleet.io/role": "router"}
     assert reached({"podSelector": {"matchLabels": labels}}) == set(told.values())
     assert reached({"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ops"}}}) == set(DEFAULT_PORTS.values())
+
+
+def test_a_workers_port_on_the_hosts_network_is_its_own_whoever_else_calls_one_so():
+    """Routers sent requests to the port of a container that somebody's webhook had put before the worker's."""
+    others = {"name": "agent-of-others", "ports": [{"name": "http", "containerPort": 8126}]}
+    own = {"name": "worker", "ports": [{"name": "http", "containerPort": 20_008}]}
+    for containers in ([others, own], [own, others]):
+        assert port_of({"spec": {"hostNetwork": True, "containers": containers}}, "http", PORTS.http) == 20_008
+    assert port_of({"spec": {"containers": [others]}}, "http", PORTS.http) == PORTS.http
 
 
 def test_claims_belong_to_their_pool_and_go_with_it():

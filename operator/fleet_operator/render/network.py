@@ -11,7 +11,7 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_api.v1alpha1.fabric import HOST_PORT_SLOTS, HOST_PORT_STRIDE
 from fleet_api.v1alpha1.tier import Role
 from fleet_operator.cluster.interface import Object
-from fleet_operator.names import FLEET, ROLE, ROUTER_ROLE, labels, owner_reference, policy_name
+from fleet_operator.names import FLEET, OWN_CONTAINERS, ROLE, ROUTER_ROLE, labels, owner_reference, policy_name
 from fleet_operator.settings import Platform
 from fleet_planner.roles import ROLES
 from fleet_worker.config import CONFIG_ENV, Ports
@@ -73,7 +73,7 @@ def port_of(pod: Object, name: str, default: int) -> int:
     """What a pod that exists declares: its revision may be older than the spec."""
     for container in pod.get("spec", {}).get("containers") or []:
         for port in container.get("ports") or []:
-            if port.get("name") == name:
+            if port.get("name") == name and container.get("name", "worker") in OWN_CONTAINERS:
                 return int(port["containerPort"])
     return default
 
