@@ -1,9 +1,10 @@
 """hf:// sources: into the cache once per node, with room for it, and with the bytes that the hub named.
 
 huggingface_hub downloads each file beside its place and renames it when it is whole. Around that: one process at a time per
-repository (a prefetch and a worker may meet), a look at the free space before the first byte, and afterwards a comparison of each
-file with the hash that is its name in the cache. A repository that was compared once has a mark and is not read again. The hub's
-list of files is kept once all of them are there: while the hub is away, what is in the cache counts only when it holds that list.
+repository, where the disk has locks (a prefetch and a worker may meet), a look at the free space before the first byte, and
+afterwards a comparison of each file with the hash that is its name in the cache. A repository that was compared once has a mark
+and is not read again. The hub's list of files is kept once all of them are there: while the hub is away, what is in the cache
+counts only when it holds that list.
 Weights that a repository holds twice are fetched once (`weightfiles.py`), with a list of their own.
 """
 
@@ -27,6 +28,7 @@ from typing import Final
 
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.agent.errors import ModelError
+from fleet_worker.agent.filelocks import do_without, has_locks
 from fleet_worker.agent.hubnames import watch_names
 from fleet_worker.weightfiles import OTHER_FORM, Reads, unread
 
@@ -103,6 +105,9 @@ def fetch(source: str, progress: Callable[[str], None], patterns: Sequence[str],
     ours = cache / OURS
     try:
         ours.mkdir(parents=True, exist_ok=True)
+        if not has_locks(ours):
+            do_without()
+            return _fetched(source, name, revision, cache, progress, wanted)
         lock = FileLock(ours / f"{name.replace('/', '--')[:150]}.lock")
         while True:
             try:
