@@ -19,6 +19,8 @@ Reads = Literal["all", "shards", "consolidated"]
 INDEX: Final = "model.safetensors.index.json"
 CONSOLIDATED: Final = re.compile(r"consolidated[^/]*\.safetensors")
 SHARD: Final = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+ONE_OF: Final = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+INDEXES: Final = ".safetensors.index.json"
 OTHER_FORM: Final[Mapping[Reads, tuple[str, ...]]] = {
     "all": (), "shards": ("consolidated*.safetensors",), "consolidated": ("model.safetensors", "model-*-of-*.safetensors"),
 }  # fmt: skip
@@ -48,3 +50,21 @@ def unread(names: Collection[str], reads: Reads) -> frozenset[str]:
     if not is_twice or reads == "all":
         return frozenset()
     return consolidated if reads == "shards" else shards
+
+
+def part_of(names: Collection[str]) -> str | None:
+    """What a folder holds a part of, where its files' own names say so: a copy that goes on, or was broken off. An index comes
+    last; without one vLLM takes what is there, and of a quantized model it does not ask for the rest. With one, engines do;
+    beside weights in one file, shards may be of another time."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        if name.endswith(INDEXES) or CONSOLIDATED.fullmatch(name) or name == "model.safetensors":
+            return None
+        if shard := ONE_OF.fullmatch(name):
+            found.setdefault((shard[1], shard[3]), set()).add(int(shard[2]))
+    told = (
+        f"{len(has)} of the {int(of)} files {name}-*-of-{of}.safetensors"
+        for (name, of), has in found.items()
+        if len(has) < int(of)
+    )
+    return next(told, None)

@@ -1,15 +1,19 @@
-"""Repositories that hold their weights twice, as Mistral's do: what an engine does not read is not fetched. hf:// is a hub on
-this machine."""
+"""Which files of weights there are: of repositories that hold them twice, as Mistral's do, what an engine does not read is not
+fetched (hf:// is a hub on this machine); a folder that holds a part of them is none."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from fleet_worker.agent.errors import ModelError
+from fleet_worker.agent.prepare import prepare_model
 from fleet_worker.weightfiles import Reads, as_reads, read_by, unread
 from tests.fleet_worker.agent.test_prepare import ended, fetch
 from tests.hub import Hub
@@ -106,3 +110,29 @@ def test_what_is_left_out(names: dict[str, bytes], shards: dict[str, bytes], con
 def test_what_an_engine_reads(engine: str, arguments: tuple[str, ...], quantization: str | None, reads: Reads):
     assert read_by(engine, arguments, quantization) == reads
     assert as_reads(reads) == reads
+
+
+SHARD_NAMES = [f"model-0000{number}-of-00004.safetensors" for number in range(1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (SHARD_NAMES[:2], "holds 2 of the 4 files model-*-of-00004.safetensors"),
+        ([SHARD_NAMES[3]], "holds 1 of the 4 files"),
+        ([*SHARD_NAMES[:3], "extra.safetensors"], "holds 3 of the 4 files"),
+        (SHARD_NAMES, None),
+        ([f"model-0000{number}-of-00003.safetensors" for number in range(3)], None),
+        ([*SHARD_NAMES[:2], "model.safetensors.index.json"], None),
+        ([*SHARD_NAMES[:2], "model.safetensors"], None),
+        ([*SHARD_NAMES[:2], "consolidated.safetensors"], None),
+    ],
+)
+def test_a_folder_that_is_being_copied_is_no_model(tmp_path: Path, names: list[str], words: str | None):
+    """An index comes behind the shards that it lists. Without it vLLM takes what is there, and of a quantized model it does not
+    look whether that is all: half a model answered 200. An index, or weights in one file, decide for themselves."""
+    (tmp_path / "config.json").write_bytes(b'{"architectures":["LlamaForCausalLM"]}')
+    for name in names:
+        (tmp_path / name).write_bytes(b"weights")
+    with nullcontext() if words is None else pytest.raises(ModelError, match=re.escape(words or "")):
+        prepare_model(str(tmp_path), lambda _: None)

@@ -16,7 +16,7 @@ from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.agent.errors import ModelError
 from fleet_worker.agent.hub import HF_SCHEME, fetch
 from fleet_worker.config import WorkerConfig
-from fleet_worker.weightfiles import Reads, read_by
+from fleet_worker.weightfiles import Reads, part_of, read_by
 
 MAX_CONFIG_BYTES = 1024 * 1024
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
@@ -68,6 +68,8 @@ def _check_folder(folder: Path) -> None:
     weights = [path for pattern in WEIGHT_PATTERNS for path in folder.glob(pattern)]
     if not weights:
         raise ModelError(f"model path {folder} holds no *.safetensors file")
+    if (part := part_of([path.name for path in weights])) is not None:
+        raise ModelError(f"model path {folder} holds {part}: it is not whole, or is still being copied")
     for path in weights:
         _check_is_file(path)
         path.open("rb").close()  # engines say of a file that they may not read that it does not exist
