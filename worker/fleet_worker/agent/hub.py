@@ -30,6 +30,7 @@ from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.agent.errors import ModelError
 from fleet_worker.agent.filelocks import do_without, has_locks
 from fleet_worker.agent.hubnames import watch_names
+from fleet_worker.agent.hubwaits import bound_waits
 from fleet_worker.weightfiles import OTHER_FORM, Reads, unread
 
 HF_SCHEME: Final = "hf://"
@@ -242,6 +243,7 @@ def _listed(name: str, revision: str | None, cache: Path, wanted: Wanted) -> Lis
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    bound_waits()
     _watch_its_log()
     watch_names()
     try:
