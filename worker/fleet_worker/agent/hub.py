@@ -181,6 +181,8 @@ def _fetched(source: str, name: str, revision: str | None, cache: Path, progress
     except (LocalEntryNotFoundError, OSError) as error:
         if error.errno in OF_THE_DISK:
             raise
+        if isinstance(error.__cause__, HfHubHTTPError):  # it did answer: the library's own words are of a connection
+            raise ModelError(f"{source}: the hub answered: {_in_short(error.__cause__)}") from error
         raise ModelError(f"{source}: the hub cannot be reached: {_in_short(error)}") from error
     except Exception as error:  # of whatever the library is made: a connection that is cut, an answer that is no JSON
         _raise_of_disk(error, cache)
