@@ -52,3 +52,11 @@ def test_what_a_hub_answers_is_told(hub: Hub, tmp_path: Path, status: int, where
     hub.RequestHandlerClass = type("Refusing", (Refusing,), {"status": status, "where": where})
     code, words = ended(fetch(hub.server_address[1], tmp_path))
     assert (code, f"BadModel: hf://acme/tiny: the hub answered: {told}" in words) == (2, True), words
+
+
+@pytest.mark.parametrize("files", [{"tiny.gguf": b"weights", "README.md": b"# tiny"}, {}])
+def test_a_repository_that_holds_nothing_of_a_model_is_named(hub: Hub, tmp_path: Path, files: dict[str, bytes]):
+    """One of GGUF files alone was 'the hub cannot be reached', as was a whole model that was named as an adapter."""
+    hub.repositories = {"acme/tiny": files}
+    code, words = ended(fetch(hub.server_address[1], tmp_path))
+    assert (code, "BadModel: hf://acme/tiny: the repository holds none of *.safetensors, " in words) == (2, True), words

@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -205,7 +206,7 @@ def test_a_disk_that_fills_up_on_the_way_is_not_called_an_absent_hub(
 
     def downloads(*_: object, dry_run: bool = False, **__: object) -> list[object]:
         if dry_run:
-            return []
+            return [SimpleNamespace(commit_hash="c" * 40, filename="config.json", file_size=1, will_download=True)]
         raise error
 
     monkeypatch.setenv("FLEET_MODEL_CACHE", str(tmp_path))

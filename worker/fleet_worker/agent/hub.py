@@ -256,6 +256,8 @@ def _listed(name: str, revision: str | None, cache: Path, wanted: Wanted) -> Lis
         if type(error).__name__.endswith(("NotFoundError", "HTTPError")) and not isinstance(error, LocalEntryNotFoundError):
             raise
         return Listed()
+    if not files:
+        raise ModelError(f"{HF_SCHEME}{name}: the repository holds none of {', '.join(wanted.patterns)}")
     return _of_those([(file.commit_hash, file.filename, file.file_size if file.will_download else 0) for file in files], wanted)
 
 
