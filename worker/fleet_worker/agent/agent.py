@@ -28,7 +28,7 @@ from fleet_worker.agent.forward import EventForwarder, ReplayForwarder
 from fleet_worker.agent.group import Leader
 from fleet_worker.agent.identity import Identity
 from fleet_worker.agent.life import Life, Load
-from fleet_worker.agent.prepare import prepare_for
+from fleet_worker.agent.prepare import prepare_for, version_of
 from fleet_worker.agent.role import judge
 from fleet_worker.agent.running import Running
 from fleet_worker.agent.scratch import Scratch
@@ -379,12 +379,12 @@ class Agent:
         """Where the engines of this worker's nodes meet, once all of its pods are there."""
         if self._config.nodes == 1:
             return ""
-        identity, port = self._identity, self._config.ports.group
-        self._group = Leader(identity.group_uid, self._config.nodes, identity.pod_ip, port, self._is_left)
+        identity, config, version = self._identity, self._config, version_of(self._config.model, self._folder or Path())
+        self._group = Leader(identity.group_uid, config.nodes, identity.pod_ip, config.ports.group, self._is_left, version)
         try:
             await self._group.open()
         except OSError as error:
-            raise ConfigError(f"group port {port} on {identity.pod_ip} cannot be bound") from error
+            raise ConfigError(f"group port {config.ports.group} on {identity.pod_ip} cannot be bound") from error
         return await self._group.whole(self._note)
 
     def _is_left(self, member: int) -> None:

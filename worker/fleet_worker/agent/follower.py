@@ -16,6 +16,7 @@ from fleet_worker.agent.agent import Agent
 from fleet_worker.agent.errors import GroupLostError
 from fleet_worker.agent.group import Membership
 from fleet_worker.agent.identity import Identity
+from fleet_worker.agent.prepare import version_of
 from fleet_worker.config import Role, WorkerConfig
 
 
@@ -62,6 +63,7 @@ class Follower(Agent):
             await self._membership.close()
 
     async def _follow(self, folder: Path) -> None:
+        self._membership.version = version_of(self._config.model, folder)
         address = await self._unless_stopped(self._membership.whole(self._note))
         if address is None:
             return

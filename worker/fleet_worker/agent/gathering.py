@@ -38,12 +38,14 @@ class Challenge(msgspec.Struct, frozen=True, tag="challenge", forbid_unknown_fie
     nonce: str
 
 
-class Join(msgspec.Struct, frozen=True, tag="join", forbid_unknown_fields=True):
+class Join(msgspec.Struct, frozen=True, tag="join", forbid_unknown_fields=True, omit_defaults=True):
     """Follower: it is member `member`, and knows the key."""
 
     member: int
     nonce: str
     proof: str
+    version: str = ""
+    """Commit of the model that it has; empty: it has none, or nobody knows."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):

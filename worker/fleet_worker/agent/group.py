@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 
+from fleet_worker.agent.errors import GroupLostError
 from fleet_worker.agent.gathering import (
     HANDSHAKE_S,
     MAX_LINE_BYTES,
@@ -32,13 +33,17 @@ STRANGERS = 16
 RETRY_S = (0.2, 2.0)
 """First and longest pause between two tries to join."""
 TOO_LATE = "the group is whole"
+OTHER_VERSION = "it has another commit of the model: its branch moved between us, both fetch again"
 
 
 class Leader:
     """Listens for the others; `lost` is set with the reason once the group was whole and is not any more."""
 
-    def __init__(self, uid: str, size: int, address: str, port: int, leaving: Callable[[int], None]) -> None:
-        """`leaving` is called with the place of a follower that was told to go."""
+    def __init__(
+        self, uid: str, size: int, address: str, port: int, leaving: Callable[[int], None], version: str = ""
+    ) -> None:  # fmt: skip
+        """`leaving` is called with the place of a follower that was told to go. `version`: commit of the model that we have;
+        engines of two commits would answer, with tokens of neither."""
         self._uid = uid
         self._size = size
         self._address = address
@@ -49,6 +54,8 @@ class Leader:
         self._server: asyncio.Server | None = None
         self._whole = asyncio.Event()
         self._strangers = 0
+        self._other = ""
+        self._version = version
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def open(self) -> None:
@@ -61,8 +68,11 @@ class Leader:
         return [member for member in range(1, self._size) if member not in self._lines]
 
     async def whole(self, note: Callable[[str], None]) -> str:
-        """Until all have joined; the address at which their engines meet."""
+        """Until all have joined; the address at which their engines meet. GroupLostError when one has another commit of
+        the model."""
         while not self._whole.is_set():
+            if self._other:
+                raise GroupLostError(self._other)
             note(f"waiting for pods {', '.join(map(str, self.missing))} of this worker's {self._size}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._whole.wait(), 1.0)
@@ -109,6 +119,12 @@ class Leader:
             return None
         if self._whole.is_set():
             line.say(Refused(TOO_LATE))
+            return None
+        if asked.version and self._version and asked.version != self._version:
+            self._other = (
+                f"pod {asked.member} of this worker has commit {asked.version[:40]} of the model, this one {self._version}"
+            )
+            line.say(Refused(OTHER_VERSION))
             return None
         if (before := self._lines.get(asked.member)) is not None:
             before.end()  # it came back before its end was noticed
@@ -162,11 +178,14 @@ class Membership:
         self._port = port
         self._line: Line | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self.version = ""
+        """As the leader's."""
         self.released = asyncio.Event()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def whole(self, note: Callable[[str], None]) -> str:
-        """Join, again and again, until the group is whole; the address at which the engines meet."""
+        """Join, again and again, until the group is whole; the address at which the engines meet. GroupLostError when the leader
+        has another commit of the model."""
         pause_s = RETRY_S[0]
         while True:
             try:
@@ -203,9 +222,12 @@ class Membership:
         if not isinstance(first, Challenge):
             raise LineError("it is no leader")
         nonce = new_nonce()
-        line.say(Join(self._member, nonce, proof(self._uid, "join", first.nonce, nonce, self._member)))
+        known = proof(self._uid, "join", first.nonce, nonce, self._member)
+        line.say(Join(self._member, nonce, known, self.version))
         answer = await line.hear(HANDSHAKE_S)
         if isinstance(answer, Refused):
+            if answer.reason == OTHER_VERSION:
+                raise GroupLostError(f"{self._leader}: {answer.reason}; here is {self.version}")
             raise LineError(f"refused: {answer.reason}")
         expected = proof(self._uid, "welcome", first.nonce, nonce, self._member)
         if not isinstance(answer, Welcome) or not proven(answer.proof, expected):

@@ -37,6 +37,11 @@ def prepare_for(config: WorkerConfig, progress: Callable[[str], None]) -> Path:
     return prepare_model(config.model, progress, read_by(config.engine, config.engine_args, config.quantization))
 
 
+def version_of(source: str, folder: Path) -> str:
+    """The commit of a model from the hub, after which its folder is called; of a folder of somebody's nobody knows."""
+    return folder.name if source.startswith(HF_SCHEME) else ""
+
+
 def check_folder(folder: Path) -> None:
     """A folder with a readable config.json and safetensors weights; ModelError names what is missing."""
     try:
