@@ -76,7 +76,7 @@ class Replica:
 
     @property
     def held(self) -> bool:
-        """A node turned a pod of it away a moment ago: another one would be, too."""
+        """A node turned a pod of it away a moment ago, or goes away itself: another one would come to the same."""
         return any(pod.held for pod in self.pods)
 
     @property
@@ -126,7 +126,7 @@ def plan_replicas(
 ) -> tuple[list[PodWanted], list[PodGone]]:
     """Pods of one pool. Ended and incomplete workers are replaced as a whole, missing ones get the lowest free ordinals (what
     still terminates holds its own, and so do the `taken` names of workers that changed to another pool). A worker on a node that
-    goes away leaves when enough others are ready, and one that its node turned away keeps its place for a while."""
+    goes away leaves when enough others are ready; one that came there too late, or that its node turned away, after a while."""
     if len(replicas) == pool.replicas and all([replica.alive and not replica.leaving for replica in replicas]):
         return [], []  # as nearly always
     alive = [replica for replica in replicas if replica.alive]
@@ -138,7 +138,8 @@ def plan_replicas(
     gone += [_gone(replica, f"{len(staying)} workers, {pool.replicas} wanted") for replica in staying[pool.replicas :]]
     needed = pool.replicas - sum(replica.ready for replica in staying[: pool.replicas])
     leaving = sorted((replica for replica in alive if replica.leaving), key=first_to_go, reverse=True)
-    gone += [_gone(replica, f"replaced: {replica.leaving}") for replica in leaving[max(0, needed) :]]
+    spared = leaving[max(0, needed) :]
+    gone += [_gone(replica, f"replaced: {replica.leaving}") for replica in spared if not replica.held]
     names = {pod.name for replica in replicas for pod in replica.pods}.union(taken)
     wanted = pool.replicas if pool.most is None else min(pool.replicas, pool.most)
     created = _created(pool, names, max(0, wanted - len(staying) - len(held)))

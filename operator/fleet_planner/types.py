@@ -38,7 +38,7 @@ class ObservedPod:
     restarts: int = 0
     blocked: bool = False
     rejected: bool = False  # its node turned it away before anything of it ran
-    held: bool = False  # so it was, a moment ago: it is not replaced yet
+    held: bool = False  # so it was, or it came to a node that goes away, a moment ago: it does not go yet
     silent: bool = False
     """It cannot be started (its image, or a Secret that it names, is not to be had); it was ready, and runs without an answer."""
     crashes: int = 0
