@@ -34,10 +34,22 @@ class Platform:
     """No worker may take longer to drain, whatever a fleet asks for."""
     leaving_taints: tuple[str, ...] = (
         "ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted", "karpenter.sh/disruption",
-        "node.cloudprovider.kubernetes.io/shutdown",
+        "node.cloudprovider.kubernetes.io/shutdown", "cloud.google.com/impending-node-termination",
+        "remediator.kubernetes.azure.com/unschedulable", "remediator.aks.microsoft.com/unschedulable",
     )  # fmt: skip
     """Taints of nodes that go away in good order: replacements first."""
-    sick_taints: tuple[str, ...] = ("node.kubernetes.io/out-of-service", "nvidia.com/gpu-xid", "nvidia.com/gpu-unhealthy")
+    sick_taints: tuple[str, ...] = (
+        "node.kubernetes.io/out-of-service", "nvidia.com/gpu-xid", "nvidia.com/gpu-unhealthy", *(
+            f"nvidia.com/{what}-error" for what in ("gpu-xid", "gpu-nvlink", "syslog-xid", "gpu")  # NVSentinel's documents
+        ),
+    )  # fmt: skip
     """Taints of nodes whose devices fail: no new request goes there."""
-    sick_conditions: tuple[str, ...] = ("GPUXIDError", "XIDError", "GpuCriticalXid", "AcceleratedHardwareReady=False")
-    """Node conditions that say the same when True; TYPE=False names one that must be True."""
+    sick_conditions: tuple[str, ...] = (
+        "GPUXIDError", "XIDError", "GpuCriticalXid", "AcceleratedHardwareReady=False",  # the last one is EKS's
+        "XIDErrors", "GPUMissing", "NVLinkStatusInactive",  # AKS's
+        "NebiusGPUError", "SysLogsXIDError", "SysLogsSXIDError", "SysLogsGPUFallenOff",  # from the second on NVSentinel's
+        *(f"Gpu{part}Watch" for part in ("Mem", "Pcie", "Nvlink", "Inforom", "Sm", "Mcu", "Pmu", "Driver")),
+        "NVSwitchFatalError", "NVSwitchDown",
+    )  # fmt: skip
+    """Node conditions that say the same when True; TYPE=False names one that must be True. Not those of monitors that cannot
+    reach what they ask, nor of clocks that are lowered: the devices work."""

@@ -21,6 +21,9 @@ from fleet_operator.settings import Platform
 from fleet_wire import endpoints
 from tests.fleet_operator.world import NAMESPACE, World, manifest
 
+NVSENTINEL, AKS_REPAIR = "nvidia.com/gpu-xid-error", "remediator.kubernetes.azure.com/unschedulable"
+GKE_ENDS = "cloud.google.com/impending-node-termination"
+
 
 def node(name: str = "n", *, taints: tuple[str, ...] = (), cordoned: bool = False, **conditions: str) -> dict[str, Any]:
     return {
@@ -46,6 +49,16 @@ def node(name: str = "n", *, taints: tuple[str, ...] = (), cordoned: bool = Fals
             node(AcceleratedHardwareReady="False"), *["node n has condition AcceleratedHardwareReady=False"] * 2, id="negative"
         ),
         pytest.param({"metadata": {"name": "n"}}, "", "", id="nothing-known"),
+        pytest.param(
+            node(cordoned=True, SysLogsXIDError="True"), *["node n has condition SysLogsXIDError=True"] * 2, id="nvsentinel"
+        ),
+        pytest.param(node(SysLogsXIDError="False", GpuMemWatch="False"), "", "", id="nvsentinel-well"),
+        pytest.param(node(taints=(NVSENTINEL,)), *[f"node n has taint {NVSENTINEL}"] * 2, id="nvsentinel-taint"),
+        pytest.param(node(XIDErrors="True"), *["node n has condition XIDErrors=True"] * 2, id="aks"),
+        pytest.param(node(NebiusGPUError="True"), *["node n has condition NebiusGPUError=True"] * 2, id="nebius"),
+        pytest.param(node(taints=(AKS_REPAIR,)), f"node n has taint {AKS_REPAIR}", "", id="aks-repair"),
+        pytest.param(node(taints=(GKE_ENDS,)), f"node n has taint {GKE_ENDS}", "", id="gke-maintenance"),
+        pytest.param(node(taints=("DeletionCandidateOfClusterAutoscaler",)), "", "", id="may-be-deleted-some-day"),
     ],
 )
 def test_what_a_node_says(found: dict[str, Any], leaving: str, sick: str):
