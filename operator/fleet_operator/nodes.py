@@ -17,6 +17,8 @@ from fleet_operator.settings import Platform
 from fleet_planner.types import ObservedNode
 
 UNHEALTHY_SHARE = 0.55
+MONITOR_FAILS = "DCGMError"
+"""The reason of EKS's monitor when it does not reach DCGM: that says nothing of devices, and EKS repairs nothing for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def _sick(name: str, taints: set[str], conditions: Mapping[str, Mapping[str, Any
     for wanted in platform.sick_conditions:
         kind, _, value = wanted.partition("=")
         found = conditions.get(kind)
-        if found is not None and found.get("status") == (value or "True"):
+        if found is not None and found.get("status") == (value or "True") and found.get("reason") != MONITOR_FAILS:
             return f"node {name} has condition {kind}={found['status']}"
     return ""
 

@@ -67,6 +67,14 @@ def test_what_a_node_says(found: dict[str, Any], leaving: str, sick: str):
     assert sick_nodes(views, views) == ({"n": sick} if sick else {})
 
 
+@pytest.mark.parametrize(("reason", "sick"), [("NvidiaXID79Error", True), ("DCGMError", False), (None, True)])
+def test_a_monitor_that_does_not_reach_its_own_daemon_says_nothing_of_devices(reason: str | None, sick: bool):
+    """EKS's says so of every node at once, for good where its DCGM is not installed, and repairs nothing for it."""
+    found = node(AcceleratedHardwareReady="False")
+    found["status"]["conditions"][-1] |= {"reason": reason} if reason is not None else {}
+    assert bool(observe_node(found, Platform()).sick) is sick
+
+
 @pytest.mark.parametrize(
     ("made_at", "outlived"), [("2026-01-01T00:00:10Z", False), ("2026-01-01T00:00:11Z", True), (None, False)]
 )
