@@ -389,10 +389,10 @@ def _capacity(fleet: InferenceFleet, views: Sequence[TierView], observed: Observ
         return "True", "BackedOut", "; ".join(limited)
     refused = [problem.message for problem in observed.problems if QUOTA_WORDS in problem.message]
     if refused:
-        return "True", "QuotaExceeded", refused[0]
+        return "True", "QuotaExceeded", f"{refused[0]}{_replaced(observed)}"
     stuck = [pod for pod in observed.pods if pod.unschedulable]
     if stuck:
-        return "True", "Unschedulable", f"{_pods(stuck)} cannot be scheduled: {_missing(views, stuck)}"
+        return "True", "Unschedulable", f"{_pods(stuck)} cannot be scheduled: {_missing(views, stuck)}{_replaced(observed)}"
     queued = [words for view in views if (words := _queued(view, observed))]
     if queued:
         return "True", "Queued", "; ".join(queued)
@@ -403,6 +403,12 @@ def _capacity(fleet: InferenceFleet, views: Sequence[TierView], observed: Observ
     if over := beyond(purse_of(fleet), [(view.tier, _devices(view, observed)) for view in views]):
         return "False", "BeyondBudget", over
     return "False", "Sufficient", "every pod found a node"
+
+
+def _replaced(observed: Observed) -> str:
+    """Those in whose place others are made, behind a semicolon: why a fleet that nobody changed needs room. Empty without any."""
+    going = grouped([pod for pod in observed.pods if pod.leaving and not pod.terminating], lambda pod: pod.leaving)
+    return f"; to be replaced: {going}" if going else ""
 
 
 def _coming(views: Sequence[TierView], observed: Observed) -> int:

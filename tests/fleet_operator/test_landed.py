@@ -30,6 +30,18 @@ class Scheduler(World):
             self.node, self.late = self.rest, set()
             await super().kubelet()
 
+    async def no_room(self) -> None:
+        """As a scheduler says it of those that find no node."""
+        for pod in await self.store.list(POD, NAMESPACE):
+            if not pod["spec"].get("nodeName"):
+                told = {
+                    "type": "PodScheduled",
+                    "status": "False",
+                    "reason": "Unschedulable",
+                    "message": "0/2 nodes are available",
+                }
+                await self.user.patch_status(POD, NAMESPACE, pod["metadata"]["name"], {"phase": "Pending", "conditions": [told]})
+
     async def begin(self) -> None:
         """Three decode workers, one of them on the node that is bad from now on."""
         devices, self.devices = self.devices, 0
@@ -73,5 +85,23 @@ def test_where_no_other_node_has_room_the_bad_one_is_not_asked_in_a_loop():
         pods = await world.store.list(POD, NAMESPACE)
         assert len(pods) <= 1 + 3 + world.devices
         assert sorted((await told(world)).values()).count("serving") == 3
+
+    asyncio.run(scenario())
+
+
+def test_where_replacements_find_no_node_the_status_says_for_whose_sake_they_are_made():
+    """It said that pods of a fleet that nobody had changed could not be scheduled, and AllGood: no word of the nodes."""
+
+    async def scenario() -> None:
+        world = Scheduler()
+        await world.begin()
+        world.rest, world.devices = "", 0
+        await world.made(2)
+        await world.no_room()
+        await world.made(2)
+        told = await world.condition("CapacityLimited")
+        assert told["reason"] == "Unschedulable"
+        why = "node bad has condition AcceleratedHardwareReady=False"
+        assert told["message"].endswith(f"0/2 nodes are available; to be replaced: f-t-decode-7815bff2-2: {why}")
 
     asyncio.run(scenario())
