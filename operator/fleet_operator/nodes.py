@@ -17,6 +17,7 @@ from fleet_operator.settings import Platform
 from fleet_planner.types import ObservedNode
 
 UNHEALTHY_SHARE = 0.55
+KNOWN_TAINTS = frozenset((*Platform().leaving_taints, *Platform().sick_taints))
 MONITOR_FAILS = "DCGMError"
 """The reason of EKS's monitor when it does not reach DCGM: that says nothing of devices, and EKS repairs nothing for it."""
 
@@ -37,10 +38,15 @@ class NodeView:
 def observe_node(node: Object, platform: Platform) -> NodeView:
     """A node's words."""
     name, spec, status = node["metadata"]["name"], node.get("spec") or {}, node.get("status") or {}
-    taints = {taint.get("key", "") for taint in spec.get("taints") or []}
+    taints = {taint.get("key", "") for taint in spec.get("taints") or [] if not _only_warns(taint)}
     conditions = {c.get("type", ""): c for c in status.get("conditions") or []}
     words = _leaving(name, spec, taints, platform), _not_ready(name, conditions), _sick(name, taints, conditions, platform)
     return NodeView(*words, _place(node, leaving=any(words)), timestamp(node["metadata"].get("creationTimestamp")))
+
+
+def _only_warns(taint: Mapping[str, Any]) -> bool:
+    """Whoever says that a node goes keeps pods away from it. A taint that somebody named to us counts whatever its effect."""
+    return taint.get("effect") == "PreferNoSchedule" and taint.get("key") in KNOWN_TAINTS
 
 
 def _place(node: Object, *, leaving: bool) -> ObservedNode:

@@ -67,6 +67,17 @@ def test_what_a_node_says(found: dict[str, Any], leaving: str, sick: str):
     assert sick_nodes(views, views) == ({"n": sick} if sick else {})
 
 
+@pytest.mark.parametrize(("effect", "counts"), [("NoSchedule", True), ("NoExecute", True), ("PreferNoSchedule", False)])
+@pytest.mark.parametrize("key", [NVSENTINEL, "karpenter.sh/disrupted"])
+def test_a_taint_that_only_asks_to_avoid_a_node_is_a_warning(key: str, effect: str, counts: bool):
+    """NVSentinel's documents have it for devices that are degraded; workers were replaced for it, and came back to that node."""
+    found = node(taints=(key,))
+    found["spec"]["taints"][0]["effect"] = effect
+    assert bool(going_away({"n": observe_node(found, Platform())})) is counts
+    found["spec"]["taints"][0] |= {"key": "example.com/bad", "effect": effect}
+    assert observe_node(found, Platform(sick_taints=("example.com/bad",))).sick, "who names one means it whatever its effect"
+
+
 @pytest.mark.parametrize(("reason", "sick"), [("NvidiaXID79Error", True), ("DCGMError", False), (None, True)])
 def test_a_monitor_that_does_not_reach_its_own_daemon_says_nothing_of_devices(reason: str | None, sick: bool):
     """EKS's says so of every node at once, for good where its DCGM is not installed, and repairs nothing for it."""
