@@ -12,6 +12,9 @@ from fleet_planner.types import ObservedPod
 from fleet_planner.wanted import PodGone, PodWanted, PoolWanted
 
 ENDED = ("Succeeded", "Failed")
+LATE_MOST = 16
+"""So many workers of a pool may be on nodes that went away before they came, or as many as it has: then no further one is made
+until these have gone. Two nodes of eight devices are full by then; more of them at once are whoever says so of nodes."""
 STUCK_S = 120.0
 """Beyond its grace: so long its kubelet may take to put its volumes away."""
 
@@ -142,7 +145,9 @@ def plan_replicas(
     gone += [_gone(replica, f"replaced: {replica.leaving}") for replica in spared if not replica.held]
     names = {pod.name for replica in replicas for pod in replica.pods}.union(taken)
     wanted = pool.replicas if pool.most is None else min(pool.replicas, pool.most)
-    created = _created(pool, names, max(0, wanted - len(staying) - len(held)))
+    late = sum([replica.held for replica in leaving])
+    missing = max(0, wanted - len(staying) - len(held)) if late < max(pool.replicas, LATE_MOST) else 0
+    created = _created(pool, names, missing)
     return created, [pod for group in gone for pod in group]
 
 

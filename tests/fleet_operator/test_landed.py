@@ -8,6 +8,7 @@ from collections import Counter
 
 from fleet_operator.cluster.interface import NODE, POD, POOL, WatchEvent
 from fleet_operator.turned_away import MOST_S
+from fleet_planner.replicas import LATE_MOST
 from tests.fleet_operator.test_nodes import node, told
 from tests.fleet_operator.world import NAMESPACE, World, manifest
 
@@ -85,6 +86,20 @@ def test_where_no_other_node_has_room_the_bad_one_is_not_asked_in_a_loop():
         pods = await world.store.list(POD, NAMESPACE)
         assert len(pods) <= 1 + 3 + world.devices
         assert sorted((await told(world)).values()).count("serving") == 3
+
+    asyncio.run(scenario())
+
+
+def test_bad_nodes_with_much_room_are_not_filled_with_replacements():
+    async def scenario() -> None:
+        world = Scheduler()
+        await world.begin()
+        world.devices = 1_000
+        most = 0
+        for _ in range(90):
+            await world.step()
+            most = max(most, len(await world.store.list(POD, NAMESPACE)))
+        assert LATE_MOST <= most <= 4 + LATE_MOST + 3
 
     asyncio.run(scenario())
 
