@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fleet_operator.telemetry.scrape import MAX_BYTES
 from fleet_router.config import RouterConfig
 from fleet_router.explain.inference_metrics import MODELS_MOST, Counts
 from fleet_router.explain.record import Record
@@ -12,6 +13,9 @@ from fleet_router.metrics import REVISIONS_MOST
 from fleet_router.process import Router, Settings
 from fleet_wire.endpoints import Endpoint, Endpoints
 from tests.fleet_router.admission.made import ask_of, lane_of
+
+ADAPTERS_MOST = 64
+"""Of a fleet at a time (spec.model.adapters)."""
 
 
 def documents(revision: str, *adapters: str) -> Documents:
@@ -54,3 +58,17 @@ def test_a_model_and_its_adapters_are_not_forgotten_for_those_that_were_there_on
             ended(counts, adapter)
     found = {adapter: model.requests for adapter, model in counts.models.items()}
     assert (len(found), found[""], found["kept"], found[f"a{MODELS_MOST - 1}"]) == (MODELS_MOST, MODELS_MOST, MODELS_MOST, 1)
+
+
+def test_adapters_that_came_and_went_leave_a_router_as_little_to_say_as_its_operator_reads():
+    """Each fills some sixty lines. After months of new ones (64 at a time, with names as long as they may be) there were 5.4 MB
+    of them, and the operator, which reads 4 MiB of a router, knew nothing of its load any more."""
+    router = Router(Settings("dir:/none", "127.0.0.1", 0, Path("/none")))
+    names = [f"{number:0128d}" for number in range(6 * ADAPTERS_MOST)]
+    for first in range(0, len(names), ADAPTERS_MOST):
+        router.apply(documents(f"r{first}", *names[first : first + ADAPTERS_MOST]))
+        for adapter in ("", *names[first : first + ADAPTERS_MOST]):
+            ended(router._recorder.counts, adapter)
+    counts = router._recorder.counts
+    assert {"", *names[-ADAPTERS_MOST:]} <= counts.models.keys()
+    assert len(router.plain(b"/metrics")[2]) < MAX_BYTES * 3 // 4  # revisions, tenants and workers have lines, too

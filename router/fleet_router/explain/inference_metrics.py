@@ -34,7 +34,9 @@ DECISION_S: Final[tuple[float, ...]] = (
 )
 """The extension's, and finer ones below: a decision here takes some 10 µs."""
 RATIO: Final[tuple[float, ...]] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-MODELS_MOST: Final = 256
+MODELS_MOST: Final = 96
+"""The model, the 64 adapters that a fleet may have at a time, and some that were there before. Each has some sixty lines, up to
+350 bytes long, and who scrapes has a bound: the operator's is 4 MiB."""
 
 
 @dataclass
