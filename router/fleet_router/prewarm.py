@@ -34,6 +34,8 @@ PROMPT_CHARS: Final = 1_024
 """Hexadecimal digits: two to four of them a token, two blocks of the largest that an engine has (vLLM's on CPU are 128 tokens):
 a prompt without a whole one moves nothing, and the two have not met."""
 ANSWER_BYTES: Final = 1024 * 1024
+WARMED_MOST: Final = 256
+"""Decode workers that are remembered of one prefill worker: a record of a request may still name one that has left."""
 OK: Final = 200
 SERVER: Final = 500
 """From here on an answer tells of the worker, below it of what was asked."""
@@ -199,6 +201,8 @@ class Prewarm:
         if group is not None and self._paired(prefill, decode):
             group.pairs.observe(prefill.uid, decode.uid, tokens, seconds)
             prefill.warmed[decode.uid] = seconds
+            if len(prefill.warmed) > WARMED_MOST:
+                del prefill.warmed[next(iter(prefill.warmed))]
 
     def _give_back(self, worker: Worker, request_id: str, body: bytes) -> None:
         head = head_of(RELEASE_PATH, worker.pool.authority, request_id, len(body), b"")

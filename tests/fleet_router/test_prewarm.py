@@ -369,3 +369,19 @@ def test_a_bug_of_ours_is_told_and_holds_nobody_up():
         assert not rig.router._prewarm._plan.running
 
     run(test, config=ON)
+
+
+def test_a_prefill_worker_that_stays_while_decode_workers_come_and_go_remembers_the_last_of_them_alone():
+    """It did each that it had ever met: some hundred bytes for every growth of its tier, in every router process."""
+
+    async def test(rig: Rig) -> None:
+        prewarm, table = rig.router._prewarm, rig.context.table
+        [giver], [taker] = ([w.endpoint for w in table.by_role[role]] for role in ("prefill", "decode"))
+        for number in range(300):
+            found = (giver, msgspec.structs.replace(taker, uid=f"u-{number}"))
+            rig.router.apply(Documents(CONFIG, Endpoints(fleet="f", namespace="n", workers=found)))
+            prewarm._learn(table.by_role["prefill"][0], table.by_role["decode"][0], 10.0, 0.1)
+        assert "u-299" in (known := table.by_role["prefill"][0].warmed)
+        assert len(known) <= 256
+
+    run(test)
