@@ -132,6 +132,8 @@ class Territory:
             return await send()
         finally:
             self._writing[write.namespace] -= 1
+            if not self._writing[write.namespace]:
+                del self._writing[write.namespace]
 
     async def _quiet(self, namespace: str) -> None:
         """Return when nothing of ours is being written there."""

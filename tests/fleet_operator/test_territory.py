@@ -103,6 +103,7 @@ def test_writes_elsewhere_are_refused():
         with pytest.raises(NotOursError, match="namespace y does not belong to installation one/a"):
             await cluster.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c", "namespace": "y"}})
         assert [obj["metadata"]["namespace"] for obj in await store.list(CONFIG_MAP)] == ["x"]
+        assert not a._writing  # of every namespace that there ever was one entry stayed
 
     played(scenario)
 
