@@ -221,6 +221,24 @@ def test_behind_a_gateway_too_a_body_has_its_time(mode: int):
     run(go, prefill=0, config=msgspec.structs.replace(CONFIG, bounds=HttpBounds(body_bytes=20_000, body_deadline_s=0.3)))
 
 
+def test_however_long_a_buffered_body_is_the_gateway_is_told_that_it_is_refused():
+    """gRPC failed the call of one above 16 MiB: an empty 500 at a gateway that fails closed, and at one that fails open the
+    request went to any worker, past the limits of its key and of bodies."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        head = head_of()
+        head.protocol_config.request_body_mode = BUFFERED
+        async with serving(rig, None) as port, calling(port) as call:
+            await call.write(head)
+            assert (await call.read()).WhichOneof("response") == "request_headers"
+            await call.write(body_of(b"x" * (17 << 20)))
+            said = await call.read()
+            assert said.immediate_response.status.code == 413
+
+    run(go, prefill=0)
+
+
 def test_a_body_that_came_in_time_leaves_its_answer_all_the_time_that_it_needs():
     async def go(rig: Rig) -> None:
         known(rig)

@@ -56,8 +56,9 @@ seconds, asks another one. gRPC has no GOAWAY of which the gateway hears first: 
 accepted, and what is on its way."""
 QUIET_S: Final = 1.0
 """When nobody has asked for so long, all of them have left."""
-MESSAGE_BYTES_MOST: Final = 16 * 1024 * 1024
-"""Above what a gateway that buffers may send as one body; the body's own bound is the router's."""
+MESSAGE_BYTES_ANY: Final = -1
+"""A gateway that buffers sends a body as one message, whose bound are its own buffers. gRPC fails the call of a longer one than
+it was told, and a gateway that fails open then lets the request in: a body that is too long is for the router to refuse."""
 
 
 class EndpointPicker:
@@ -78,7 +79,7 @@ class EndpointPicker:
         server = grpc.aio.server(
             options=[
                 ("grpc.max_concurrent_streams", STREAMS_MOST),
-                ("grpc.max_receive_message_length", MESSAGE_BYTES_MOST),
+                ("grpc.max_receive_message_length", MESSAGE_BYTES_ANY),
                 ("grpc.so_reuseport", int(shared)),
                 ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
                 ("grpc.max_allowed_incoming_connections", CONNECTIONS_MOST),
