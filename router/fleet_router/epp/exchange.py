@@ -38,6 +38,8 @@ HEALTH = b"/health"
 """This, and models, may be asked without a body. What else engines answer (/metrics, /server_info) tells of others' requests."""
 SUBSET, SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 SERVED_KEY = "x-gateway-destination-endpoint-served"
+OVERLOADED = "x-envoy-overloaded"
+"""Envoy answers with it what is above its own bounds (`circuit_breakers`) or what it sheds: no worker was asked."""
 
 
 class Exchange:
@@ -311,7 +313,7 @@ class Exchange:
         if flow is not None and not flow.done:
             found = {one.key: one.raw_value or one.value.encode() for one in message.response_headers.headers.headers}
             status = int(found.get(":status", b"0"))
-            flow.served(_served(message), status)
+            flow.served(_served(message), status, overloaded=OVERLOADED in found)
             now_ns = int(self._context.clock() * 1e9)
             headers = answers.lines_of(flow.lane.account.headers(now_ns))
             headers.append(("x-request-id", self.request_id.encode()))

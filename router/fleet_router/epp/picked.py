@@ -103,8 +103,9 @@ class Picked(Flow):
         ]  # fmt: skip
         return sorted(found, key=lambda other: other.inflight)[:FALLBACKS]
 
-    def served(self, address: str, status: int) -> None:
-        """The answer begins; `address`: who answers, empty when the gateway does not say."""
+    def served(self, address: str, status: int, *, overloaded: bool = False) -> None:
+        """The answer begins; `address`: who answers, empty when the gateway does not say. `overloaded`: it is the gateway's own,
+        which has as many under way as it may."""
         worker, now = self._leg_worker, self._context.clock()
         if worker is not None and address and address_of(worker) != address:
             other = next((one for one in self._context.table.by_role["decode"] if address_of(one) == address), None)
@@ -121,9 +122,10 @@ class Picked(Flow):
                 self._taken(worker)
             return
         if worker is not None:
-            if self._giver is not None and status >= FAILED:
+            if self._giver is not None and status >= FAILED and not overloaded:
                 self._context.table.transfer_failed(self._giver, worker, now)
-            self._blame(worker, f"decode answered {status}")
+            who = "the gateway let no more through: it answered" if overloaded else "decode answered"
+            self._blame(worker, f"{who} {status}", blamed=not overloaded)
         self._begin_told(status)
         self.end_leg()  # the end of such an answer forgives its worker nothing
         self._outcome = "failed"
