@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
-from tests.fleet_router.rig import Rig, ask, run
-from tests.fleet_router.test_picker import answer_of, body_of, exchanged, head_of, known
+from fleet_router.epp.exchange import Exchange
+from fleet_router.epp.messages import FULL_DUPLEX
+from fleet_router.watching import watch
+from tests.fleet_router.rig import Rig, ask, run, until
+from tests.fleet_router.test_picker import EVENTS, answer_of, body_of, exchanged, head_of, known
 
 
 def overloaded() -> list[Any]:
@@ -31,3 +36,46 @@ def test_what_a_gateway_lets_through_no_more_is_nothing_against_its_worker():
         assert found == "the gateway let no more through: it answered 503"
 
     run(go, prefill=0)
+
+
+def of_stream(mode: int, *pieces: bytes) -> list[Any]:
+    """A stream that has got so far."""
+    head, asked = head_of(), ask(prompt="short", stream=True)
+    head.protocol_config.response_body_mode = mode
+    return [head, body_of(asked), *answer_of(*pieces, b"")[:-1]]
+
+
+def test_a_stream_that_its_client_reads_slowly_behind_a_gateway_is_nothing_against_its_worker():
+    """A gateway reads no more of a worker than its client takes: after 30 s it was the worker's failure, five such clients put it
+    out, and what came of the stream later was counted to nobody."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        resumes = asyncio.Event()
+
+        async def come() -> AsyncIterator[Any]:
+            for message in of_stream(FULL_DUPLEX, EVENTS[0]):
+                yield message
+            await resumes.wait()
+            yield answer_of(b"", EVENTS[1], EVENTS[2])[2]
+            yield answer_of(EVENTS[2])[1]
+
+        exchange = Exchange(rig.context)
+        task = asyncio.create_task(_all(exchange.answers(come())))
+        await until(lambda: exchange.flow is not None and exchange.flow.last_byte_at > 0 and not exchange.flow._first)
+        account, (worker,) = rig.context.desk.accounts["acme"], rig.context.table.by_role["decode"]
+        now = rig.context.clock() + 100
+        exchange.sweep(now)
+        asked = watch(rig.context, [exchange], now)
+        assert (rig.context.metrics.of("t", "r").errors, worker.breaker.closed, worker.inflight) == (0, True, 1)
+        assert asked == [worker]  # whether it is there: of a stream that is not read nobody can tell
+        resumes.set()
+        await task
+        exchange.gone()
+        assert (account.counts["answered"], account.inflight, worker.inflight) == (1, 0, 0)
+
+    run(go, prefill=0)
+
+
+async def _all(said: AsyncIterator[Any]) -> list[Any]:
+    return [one async for one in said]

@@ -7,6 +7,7 @@ leg is ours, and what the gateway sends to the decode worker has the reference t
 
 from __future__ import annotations
 
+from math import inf
 from typing import Protocol
 
 from fleet_router.admission.gate import Ticket
@@ -145,6 +146,21 @@ class Picked(Flow):
         self._count(status)
         self._over()
         self._gateway.refuse(worker_error(status, body, self.told_with_refusals()))
+
+    def _unheard(self) -> bool:
+        """The gateway hands the answer on as fast as its client reads: that nothing more comes may be the client's doing."""
+        return self.started and not self._first
+
+    def _comes_whole(self) -> bool:
+        """Silence is a reason to ask the worker whether it is there, and no more."""
+        return self._unheard() or super()._comes_whole()
+
+    def expire(self, now: float) -> None:
+        """The gateway has its own bounds for who does not read; what comes later is counted as well."""
+        if self._unheard():
+            self.deadline = inf
+        else:
+            super().expire(now)
 
     def silent(self) -> None:
         """What the gateway was told cannot be taken back. Legs of our own can."""
