@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fleet_router.epp.exchange import Exchange
-from fleet_router.epp.messages import FULL_DUPLEX
+from fleet_router.epp.messages import BUFFERED, FULL_DUPLEX
 from fleet_router.watching import watch
 from tests.fleet_router.rig import Rig, ask, run, until
-from tests.fleet_router.test_picker import EVENTS, answer_of, body_of, exchanged, head_of, known
+from tests.fleet_router.test_picker import EVENTS, STREAM, answer_of, body_of, exchanged, head_of, known
 
 
 def overloaded() -> list[Any]:
@@ -79,3 +79,36 @@ def test_a_stream_that_its_client_reads_slowly_behind_a_gateway_is_nothing_again
 
 async def _all(said: AsyncIterator[Any]) -> list[Any]:
     return [one async for one in said]
+
+
+def test_a_stream_that_a_gateway_collects_is_nothing_against_its_worker_however_long_it_takes():
+    """With response_body_mode BUFFERED (Envoy AI Gateway's `processing-body-mode: buffered`) nothing is seen from head to end:
+    after 15 s its worker was put out as silent, after 30 s the stream was its failure, and its tokens were counted to nobody.
+    What ended before was taken for a first token: its prefill was believed to be as slow as all of it."""
+
+    async def go(rig: Rig) -> None:
+        known(rig, tokensPerMinute=1_000)
+        ends = asyncio.Event()
+
+        async def come() -> AsyncIterator[Any]:
+            for message in of_stream(BUFFERED):
+                yield message
+            await ends.wait()
+            yield answer_of(STREAM)[1]
+
+        exchange = Exchange(rig.context)
+        task = asyncio.create_task(_all(exchange.answers(come())))
+        await until(lambda: exchange.flow is not None and exchange.flow.started)
+        account, (worker,) = rig.context.desk.accounts["acme"], rig.context.table.by_role["decode"]
+        now = rig.context.clock() + 100
+        assert watch(rig.context, [exchange], now) == [worker]
+        exchange.sweep(now)
+        assert (rig.context.metrics.of("t", "r").errors, worker.breaker.closed, worker.inflight) == (0, True, 1)
+        ends.set()
+        await task
+        exchange.gone()
+        assert (account.counts["answered"], account.inflight, worker.inflight) == (1, 0, 0)
+        assert account.output_tokens == 2
+        assert (sum(rig.context.metrics.of("t", "r").ttft.fold()), worker.prefill.weight) == (0, 0)
+
+    run(go, prefill=0)

@@ -17,7 +17,7 @@ from fleet_router.context import Context
 from fleet_router.desk import models_of, one_of, usable
 from fleet_router.dialect.routes import ALONE, COUNTING, TRANSLATED
 from fleet_router.epp import answers
-from fleet_router.epp.messages import BUFFERED, FULL_DUPLEX, NONE, STREAMED
+from fleet_router.epp.messages import BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX, NONE, STREAMED
 from fleet_router.epp.picked import Picked, address_of
 from fleet_router.errors import RequestError
 from fleet_router.explain.route import ASKED
@@ -313,6 +313,8 @@ class Exchange:
         if flow is not None and not flow.done:
             found = {one.key: one.raw_value or one.value.encode() for one in message.response_headers.headers.headers}
             status = int(found.get(":status", b"0"))
+            if self._modes[1] in (BUFFERED, BUFFERED_PARTIAL):
+                flow.collects()
             flow.served(_served(message), status, overloaded=OVERLOADED in found)
             now_ns = int(self._context.clock() * 1e9)
             headers = answers.lines_of(flow.lane.account.headers(now_ns))

@@ -16,7 +16,7 @@ SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 HEALTH: Final = "grpc.health.v1.Health"
 OVERWRITE: Final = 2
 """HeaderValueOption: replace what is there, add what is not."""
-NONE, STREAMED, BUFFERED, FULL_DUPLEX = 0, 1, 2, 4
+NONE, STREAMED, BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX = 0, 1, 2, 3, 4
 """How a body comes (ProcessingMode.BodySendMode)."""
 SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3
 

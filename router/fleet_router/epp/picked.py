@@ -39,7 +39,7 @@ class Gateway(Client, Protocol):
 class Picked(Flow):
     """One request behind a gateway."""
 
-    __slots__ = ("_gateway", "_subset", "lane")
+    __slots__ = ("_collected", "_gateway", "_subset", "lane")
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class Picked(Flow):
         self._runaway = None  # a gateway's stream cannot be ended by us with an event of ours
         self.lane = ticket.lane
         self._subset = subset
+        self._collected = False
 
     def begin(self) -> None:
         """Whoever has joined while it waited may be outside of the gateway's subset."""
@@ -104,6 +105,13 @@ class Picked(Flow):
         ]  # fmt: skip
         return sorted(found, key=lambda other: other.inflight)[:FALLBACKS]
 
+    def collects(self) -> None:
+        """The gateway shows the answer's body when it has all of it: that tells nothing of a first token."""
+        self._collected = True
+        if self._streams:
+            self._streams = False
+            self._trip_over()
+
     def served(self, address: str, status: int, *, overloaded: bool = False) -> None:
         """The answer begins; `address`: who answers, empty when the gateway does not say. `overloaded`: it is the gateway's own,
         which has as many under way as it may."""
@@ -148,8 +156,8 @@ class Picked(Flow):
         self._gateway.refuse(worker_error(status, body, self.told_with_refusals()))
 
     def _unheard(self) -> bool:
-        """The gateway hands the answer on as fast as its client reads: that nothing more comes may be the client's doing."""
-        return self.started and not self._first
+        """The gateway hands the answer on as fast as its client reads, or collects it: silence may be none of the worker's."""
+        return self.started and (self._collected or not self._first)
 
     def _comes_whole(self) -> bool:
         """Silence is a reason to ask the worker whether it is there, and no more."""
