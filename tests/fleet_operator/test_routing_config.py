@@ -172,6 +172,14 @@ def test_an_endpoint_picker_is_a_port_of_the_router_and_of_its_service():
     assert container["ports"][1]["containerPort"] == 9002
 
 
+def test_a_gateway_speaks_http2_to_an_endpoint_picker_with_tls_as_well():
+    """Istio goes by `appProtocol` before the port's name, and `https` is no HTTP/2 to it: every request through it was 500."""
+    fleet = InferenceFleet.model_validate(manifest(endpointPicker={}, tls={"secretRef": {"name": "cert"}}))
+    (service,) = [one for one in render_router(fleet, OWNER, Platform()) if one["kind"] == "Service"]
+    port = service["spec"]["ports"][1]
+    assert (port["name"].split("-")[0], port.get("appProtocol")) == ("grpc", None)  # as the reference's Service, with TLS too
+
+
 @pytest.mark.parametrize(("given", "names"), [({}, ["n"]), ({"gatewayNamespaces": ["b", "a"]}, ["a", "b"])])
 def test_only_gateways_reach_workers_past_the_routers(given: dict, names: list[str]):
     def rules(**routing: object) -> list[dict]:

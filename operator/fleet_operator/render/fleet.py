@@ -253,7 +253,8 @@ def _service_ports(routing: RoutingSpec) -> list[Object]:
     ports: list[Object] = [{"name": "http", "port": ROUTER_PORT, "targetPort": "http", "protocol": "TCP"}]
     if routing.endpoint_picker is not None:
         port = {"name": "grpc-ext-proc", "port": PICKER_PORT, "targetPort": "grpc-ext-proc", "protocol": "TCP"}
-        ports.append({**port, "appProtocol": "kubernetes.io/h2c" if routing.tls is None else "https"})
+        # with TLS the name alone tells that it is gRPC: `https`, to Istio, is HTTP/1.1
+        ports.append({**port, "appProtocol": "kubernetes.io/h2c"} if routing.tls is None else port)
     return ports
 
 
