@@ -6,11 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+from grpc.aio import EOF
+
+from fleet_router.epp.answers import DESTINATION
 from fleet_router.epp.exchange import Exchange
 from fleet_router.epp.messages import BUFFERED, FULL_DUPLEX
 from fleet_router.watching import watch
 from tests.fleet_router.rig import Rig, ask, run, until
 from tests.fleet_router.test_picker import EVENTS, STREAM, answer_of, body_of, exchanged, head_of, known
+from tests.fleet_router.test_picker_connections import calling, serving
 
 
 def overloaded() -> list[Any]:
@@ -112,3 +116,31 @@ def test_a_stream_that_a_gateway_collects_is_nothing_against_its_worker_however_
         assert (sum(rig.context.metrics.of("t", "r").ttft.fold()), worker.prefill.weight) == (0, 0)
 
     run(go, prefill=0)
+
+
+def test_only_a_gateway_that_says_who_served_is_told_whom_to_fall_back_to():
+    """Envoy AI Gateway takes what it is told for one address: of each request it found nobody there, which was 503."""
+
+    async def asked_by_gateway(port: int, served: str) -> list[str]:
+        async with calling(port) as call:
+            for message in (head_of(), body_of(ask(prompt="short"))):
+                await call.write(message)
+            said = (await call.read()).request_headers.response.header_mutation.set_headers
+            (found,) = [one.header.raw_value.decode() for one in said if one.header.key == DESTINATION]
+            head, *rest = answer_of(b"{}")
+            if served:
+                head.metadata_context.filter_metadata["envoy.lb"].update({f"{DESTINATION}-served": served})
+            for message in (head, *rest):
+                await call.write(message)
+            await call.done_writing()
+            while await call.read() is not EOF:
+                pass
+            return found.split(",")
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        async with serving(rig, None) as port:
+            told = [len(await asked_by_gateway(port, served)) for served in ("", "10.0.0.9:1", "10.0.0.9:1", "", "")]
+            assert told == [1, 1, 3, 3, 1]
+
+    run(go, prefill=0, decode=4)

@@ -321,6 +321,9 @@ def test_without_its_tenants_a_router_lets_nobody_in_whatever_its_failure_mode(m
     the file was bad."""
 
     class Call:
+        def peer(self) -> str:
+            return "ipv4:10.0.0.1:1"
+
         async def abort(self, *_: object) -> None:
             raise Failed
 

@@ -43,10 +43,14 @@ OVERLOADED = "x-envoy-overloaded"
 
 
 class Exchange:
-    """The gateway's side of one request. `failed`: there is no decision, the gateway is to do as it is configured to."""
+    """The gateway's side of one request. `gateway`: whose it is; `telling`: gateways that say who served, and so take several
+    endpoints for a request. Others take a list for one address (Envoy's ORIGINAL_DST, with which Envoy AI Gateway goes by the
+    header), and find nobody there."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, gateway: str = "", telling: set[str] | None = None) -> None:
         self._context = context
+        self._gateway = gateway
+        self._telling = set[str]() if telling is None else telling
         self._request = Incoming()
         self._body: list[bytes] = []
         self._body_bytes = 0
@@ -290,7 +294,7 @@ class Exchange:
     def _told(self, workers: list[Worker], body: bytes, *, end: bool) -> Iterator[Any]:
         onward = self.flow.record.onward if self.flow is not None else b""
         headers = [("x-request-id", self.leg_id.encode()), ("content-length", b"%d" % len(body)), *answers.lines_of(onward)]
-        destinations = ",".join(address_of(worker) for worker in workers)
+        destinations = ",".join(address_of(worker) for worker in (workers if self._gateway in self._telling else workers[:1]))
         if self._modes[0] == BUFFERED:
             yield answers.picked(destinations, headers, buffered=body)
             return
@@ -315,7 +319,9 @@ class Exchange:
             status = int(found.get(":status", b"0"))
             if self._modes[1] in (BUFFERED, BUFFERED_PARTIAL):
                 flow.collects()
-            flow.served(_served(message), status, overloaded=OVERLOADED in found)
+            served = _served(message)
+            (self._telling.add if served else self._telling.discard)(self._gateway)
+            flow.served(served, status, overloaded=OVERLOADED in found)
             now_ns = int(self._context.clock() * 1e9)
             headers = answers.lines_of(flow.lane.account.headers(now_ns))
             headers.append(("x-request-id", self.request_id.encode()))

@@ -68,6 +68,8 @@ class EndpointPicker:
         self._context, self._not_ready, self._failure_mode = context, not_ready, failure_mode
         self.exchanges: set[Exchange] = set()
         """Requests that gateways proxy now."""
+        self._telling: set[str] = set()
+        """Addresses of gateways that say who served."""
         self._server: Any = None
         self._asked_at = -inf
         """When a gateway has asked last."""
@@ -152,7 +154,9 @@ class EndpointPicker:
             yield refused(RequestError(503, why, code="not_ready"), b"", "")
             return
         self._asked_at = asyncio.get_running_loop().time()
-        exchange = Exchange(self._context)
+        if len(self._telling) > CONNECTIONS_MOST:
+            self._telling.clear()
+        exchange = Exchange(self._context, call.peer().rpartition(":")[0], self._telling)
         self.exchanges.add(exchange)
         try:
             async for said in exchange.answers(messages):
