@@ -242,8 +242,11 @@ def test_a_request_behind_a_gateway_that_cannot_be_read_after_all_gives_its_slot
     async def go(rig: Rig) -> None:
         known(rig)
         monkeypatch.setattr("fleet_router.epp.exchange.Picked", _breaks)
-        with pytest.raises(ValueError, match="whatever"):
-            await exchanged(rig, head_of(), body_of(ask(prompt="short")))
+        (said,) = await exchanged(rig, head_of(), body_of(ask(prompt="short")))
+        # a call that is only failed is let in by a gateway that fails open, past its key and limits
+        assert said.immediate_response.status.code == 500
+        assert b'"code":"router_failed"' in said.immediate_response.body
+        assert rig.context.desk.faults.count == 1
         assert (rig.context.desk.accounts["acme"].inflight, rig.context.desk.gate.running) == (0, 0)
 
     run(go, prefill=0)

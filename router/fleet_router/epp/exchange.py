@@ -119,8 +119,19 @@ class Exchange:
                 case None:
                     return
                 case kind:
-                    async for said in self._said(kind, message):
+                    async for said in self._guarded(kind, message):
                         yield said
+
+    async def _guarded(self, kind: str, message: Any) -> AsyncIterator[Any]:
+        """A bug of ours is told as one: a call that only fails is let in by a gateway that fails open."""
+        try:
+            async for said in self._said(kind, message):
+                yield said
+        except Exception as error:
+            found: list[RequestError] = []
+            self._context.desk.faults.end(error, found.append, self.request_id)
+            self.fail(found[0])
+            yield self._refused(found[0])
 
     def _said(self, kind: str, message: Any) -> AsyncIterator[Any]:
         """What to say to a part of the request, or to trailers."""
