@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
 from grpc.aio import EOF
 
 from fleet_router.epp.answers import DESTINATION
@@ -144,3 +145,38 @@ def test_only_a_gateway_that_says_who_served_is_told_whom_to_fall_back_to():
             assert told == [1, 1, 3, 3, 1]
 
     run(go, prefill=0, decode=4)
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/realtime"), ("CONNECT", "")])
+def test_who_asks_for_another_protocol_is_told_at_once_that_it_is_not_served(method: str, path: str):
+    """Such a request has no end (WebSocket): it was waited for, for 30 s, and then it "was not complete"."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        (said,) = await exchanged(rig, head_of(path, method))
+        assert said.immediate_response.status.code == 404
+
+    run(go, prefill=0)
+
+
+@pytest.mark.parametrize("mode", [FULL_DUPLEX, BUFFERED])
+@pytest.mark.parametrize(("path", "status"), [("/v1/models", 200), ("/v1/models/other", 404), ("/health", 0), ("/metrics", 404)])
+def test_a_get_whose_body_is_empty_has_none(mode: int, path: str, status: int):
+    """Its head does not say so where it comes in chunks, or HTTP/2 ends it later: it was 404, and is 200 at the router's port."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        head = head_of(path, "GET")
+        head.protocol_config.request_body_mode = mode
+        *_, last = said = await exchanged(rig, head, body_of(b""))
+        if status:
+            assert last.immediate_response.status.code == status
+            assert (b"model_not_found" in last.immediate_response.body) == (path == "/v1/models/other")
+            return
+        picked = said[0].request_headers if mode == FULL_DUPLEX else last.request_body
+        names = {one.header.key for one in picked.response.header_mutation.set_headers}
+        assert (names, len(said)) == ({DESTINATION}, 2)
+        body = last.request_body.response.body_mutation
+        assert mode == BUFFERED or (body.streamed_response.body, body.streamed_response.end_of_stream) == (b"", True)
+
+    run(go, prefill=0)

@@ -159,6 +159,7 @@ class Exchange:
             self._read(message)
             if not message.request_headers.end_of_stream:
                 self._context.desk.entry(self._request.key)  # of whom nobody knows no body is kept
+                self._refuse_endless()
         except RequestError as error:
             yield self._refused(error)
             return
@@ -167,6 +168,12 @@ class Exchange:
             yield self._pick_any()
         elif self._modes[0] == BUFFERED:
             yield answers.passed("request_headers")
+
+    def _refuse_endless(self) -> None:
+        """RequestError for what is not served and may have no end: WebSocket, CONNECT. Of models is told by key alone."""
+        request = self._request
+        if request.method != b"POST" and not request.url.startswith(ONE_MODEL) and not self._is_ours():
+            raise RequestError(404, "not served behind a gateway")
 
     def _read(self, message: Any) -> None:
         """RequestError for what is not served here."""
@@ -192,7 +199,7 @@ class Exchange:
         if self._modes[0] not in (FULL_DUPLEX, BUFFERED) and not message.request_headers.end_of_stream:
             raise RequestError(500, "the gateway must send request bodies FULL_DUPLEX_STREAMED or BUFFERED", code="gateway_mode")
 
-    def _pick_any(self) -> Any:
+    def _pick_any(self, buffered: bytes | None = None) -> Any:
         """A request without a body: any worker that decodes, but for models, which workers tell of without asking who may use
         which. A browser's preflight has no key: engines answer it from what they allow to every origin."""
         try:
@@ -210,7 +217,7 @@ class Exchange:
                 raise RequestError(503, "no decode worker is serving")
         except RequestError as error:
             return self._refused(error)
-        return answers.picked(address_of(min(usable, key=lambda worker: worker.inflight)), [])
+        return answers.picked(address_of(min(usable, key=lambda worker: worker.inflight)), [], buffered=buffered)
 
     def _models(self, entry: Entry) -> bytes | None:
         """Those that the key may use, or the one that is asked for (404: it may not, or there is none); None: not asked for."""
@@ -272,14 +279,26 @@ class Exchange:
     async def _decide(self, *, end: bool) -> AsyncIterator[Any]:
         """The request is whole; `end`: nothing comes behind its body."""
         self._comes = False
+        body = self._taken()
+        if not body and self._request.method in BODILESS:
+            for said in self._without_body(end=end):
+                yield said
+            return
         try:
-            self._begin(self._taken())
+            self._begin(body)
         except RequestError as error:
             yield self._refused(error)
             return
         found = await self._decided
         for said in [self._refused(found)] if isinstance(found, RequestError) else self._told(*found, end=end):
             yield said
+
+    def _without_body(self, *, end: bool) -> Iterator[Any]:
+        """It has an empty one, of which its head could not tell."""
+        said = self._pick_any(b"" if self._modes[0] == BUFFERED else None)
+        yield said
+        if said.HasField("request_headers"):
+            yield from answers.pieces(b"", end=end)
 
     def _begin(self, body: bytes) -> None:
         context, request = self._context, self._request
