@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -178,5 +179,21 @@ def test_a_get_whose_body_is_empty_has_none(mode: int, path: str, status: int):
         assert (names, len(said)) == ({DESTINATION}, 2)
         body = last.request_body.response.body_mutation
         assert mode == BUFFERED or (body.streamed_response.body, body.streamed_response.end_of_stream) == (b"", True)
+
+    run(go, prefill=0)
+
+
+@pytest.mark.parametrize(("encoding", "status"), [(b"gzip", 400), (b"identity", 0)])
+def test_who_sends_a_compressed_body_through_a_gateway_is_told_that_it_is_not_read(encoding: bytes, status: int):
+    """It was told that its body is no JSON, which it is."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        head = head_of()
+        head.request_headers.headers.headers.add(key="content-encoding", raw_value=encoding)
+        body = gzip.compress(b"{}") if status else ask(prompt="short")
+        said = await exchanged(rig, head, body_of(body))
+        assert said[0].immediate_response.status.code == status
+        assert (b"compressed bodies are not read" in said[0].immediate_response.body) == (status == 400)
 
     run(go, prefill=0)

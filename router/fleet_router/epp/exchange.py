@@ -23,7 +23,7 @@ from fleet_router.errors import RequestError
 from fleet_router.explain.route import ASKED
 from fleet_router.explain.shown import header as decision_header
 from fleet_router.hints import hints_of, kept_of
-from fleet_router.inbound import ASKED_BY, REQUEST_ID, Incoming, asked_by
+from fleet_router.inbound import ASKED_BY, REQUEST_ID, Incoming, asked_by, check_framing
 from fleet_router.paths import GENERATE, MODELS, ONE_MODEL, WITH_BODY
 from fleet_router.receiving import NO_ROOM, fewer
 from fleet_router.request import parse_alone, parse_body
@@ -34,6 +34,7 @@ BODILESS = frozenset({b"GET", b"HEAD", b"OPTIONS"})
 READING = frozenset({b"GET", b"HEAD"})
 PREFLIGHT = b"access-control-request-method"
 """By this header a browser asks whether it may ask, and it does so without a key, whatever its page would send."""
+ENCODING = b"content-encoding"
 HEALTH = b"/health"
 """This, and models, may be asked without a body. What else engines answer (/metrics, /server_info) tells of others' requests."""
 SUBSET, SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
@@ -177,7 +178,7 @@ class Exchange:
 
     def _read(self, message: Any) -> None:
         """RequestError for what is not served here."""
-        request, wanted = self._request, self._context.wanted
+        request, wanted, encoding = self._request, self._context.wanted, b"identity"
         if message.HasField("protocol_config"):
             self._modes = (message.protocol_config.request_body_mode, message.protocol_config.response_body_mode)
         for one in message.request_headers.headers.headers:
@@ -193,10 +194,17 @@ class Exchange:
                 request.leg_id = f"{request.leg_id}.{request.request_id}"
             elif name in ASKED_BY:
                 asked_by(request, name, value)
+            elif name == ENCODING:
+                encoding = value
             if name in wanted and (kept := kept_of(name, value)) is not None:
                 request.kept = {**request.kept, name: kept}
         self._subset = _subset(message)
-        if self._modes[0] not in (FULL_DUPLEX, BUFFERED) and not message.request_headers.end_of_stream:
+        self._check_body(encoding, comes=not message.request_headers.end_of_stream)
+
+    def _check_body(self, encoding: bytes, *, comes: bool) -> None:
+        """RequestError for one that is not read as it comes."""
+        check_framing(ENCODING, encoding, 0)
+        if comes and self._modes[0] not in (FULL_DUPLEX, BUFFERED):
             raise RequestError(500, "the gateway must send request bodies FULL_DUPLEX_STREAMED or BUFFERED", code="gateway_mode")
 
     def _pick_any(self, buffered: bytes | None = None) -> Any:
