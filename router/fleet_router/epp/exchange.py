@@ -331,7 +331,7 @@ class Exchange:
 
     def _told(self, workers: list[Worker], body: bytes, *, end: bool) -> Iterator[Any]:
         onward = self.flow.record.onward if self.flow is not None else b""
-        headers = [("x-request-id", self.leg_id.encode()), ("content-length", b"%d" % len(body)), *answers.lines_of(onward)]
+        headers = [*answers.sent(self.leg_id, len(body)), *answers.lines_of(onward)]
         destinations = ",".join(address_of(worker) for worker in (workers if self._gateway in self._telling else workers[:1]))
         if self._modes[0] == BUFFERED:
             yield answers.picked(destinations, headers, buffered=body)
