@@ -122,6 +122,7 @@ class EndpointPicker:
         grace_s -= await self._left(min(LEAVING_S, grace_s / 2))
         stopping = asyncio.create_task(self._server.stop(grace_s + TOLD_S))
         await asyncio.wait({stopping}, timeout=grace_s)
+        self._context.desk.closed |= bool(self.exchanges)  # else each that is cut lets one begin, only to be cancelled
         for exchange in list(self.exchanges):
             try:
                 exchange.cut(leaving())

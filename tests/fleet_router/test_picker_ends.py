@@ -1,0 +1,48 @@
+"""How requests behind a gateway end when somebody goes: the router, a client, a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import msgspec
+
+from fleet_router.epp.server import EndpointPicker
+from tests.fleet_router.rig import CONFIG, LONG, Rig, ask, run, until
+from tests.fleet_router.test_picker import body_of, head_of
+from tests.fleet_router.test_picker_connections import calling
+
+WAITING = 6
+
+
+def test_a_picker_whose_time_is_over_begins_nothing_for_those_that_wait():
+    """Each that was cut freed its slot for one that waited: the gateway was told a worker, and the stream broke 0.25 s later,
+    where it should have been told that the router goes."""
+
+    async def go(rig: Rig) -> None:
+        async def hang(*_: Any) -> bool:
+            await asyncio.sleep(2)
+            return True
+
+        rig.prefill[0].behave = hang
+        picker = EndpointPicker(rig.context, lambda: "", "FailClose")
+        port = await picker.start("127.0.0.1", 0)
+        calls = []
+        async with contextlib.AsyncExitStack() as opened:
+            for prompt in [LONG, *["short"] * WAITING]:
+                call = await opened.enter_async_context(calling(port))
+                await call.write(head_of())
+                await call.write(body_of(ask(prompt=prompt)))
+                calls.append(call)
+                await until(lambda: len(rig.prefill[0].seen) == 1)
+            await until(lambda: rig.context.desk.gate.waiting == WAITING)
+            stopping = asyncio.create_task(picker.stop(0.1))
+            said = [await call.read() for call in calls]
+            for call in calls:
+                await call.done_writing()
+            await stopping
+        assert [one.WhichOneof("response") for one in said] == ["immediate_response"] * (1 + WAITING)
+        assert not rig.decode[0].seen
+
+    run(go, config=msgspec.structs.replace(CONFIG, worker_slots=1, queue_per_slot=WAITING))
