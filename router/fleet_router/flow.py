@@ -412,7 +412,7 @@ class Flow(Hedging):
         if self.done:
             return
         self.done = True
-        self.record.went_wrong(self._context.clock(), "the client left")
+        self.record.went_wrong(self._context.clock(), self._why_left())
         self._context.holding.drop(self, "left")
         self._context.metrics.client_left += 1
         self._abandon_leg()
@@ -421,6 +421,9 @@ class Flow(Hedging):
         self._release_lease()
         self._keep_no_more()
         self._leave(self._outcome, begun=self.started or not (self._ticket.waiting or self._held))
+
+    def _why_left(self) -> str:
+        return "the client left"
 
     def expire(self, now: float) -> None:
         """The deadline for the next byte has passed: the worker's fault, unless the client takes nothing."""

@@ -10,7 +10,7 @@ import msgspec
 
 from fleet_router.epp.server import EndpointPicker
 from tests.fleet_router.rig import CONFIG, LONG, Rig, ask, run, until
-from tests.fleet_router.test_picker import body_of, head_of
+from tests.fleet_router.test_picker import EVENTS, answer_of, body_of, exchanged, head_of, known
 from tests.fleet_router.test_picker_connections import calling
 
 WAITING = 6
@@ -46,3 +46,19 @@ def test_a_picker_whose_time_is_over_begins_nothing_for_those_that_wait():
         assert not rig.decode[0].seen
 
     run(go, config=msgspec.structs.replace(CONFIG, worker_slots=1, queue_per_slot=WAITING))
+
+
+def test_of_a_stream_that_ends_early_behind_a_gateway_nobody_says_that_its_client_left():
+    """A gateway ends its call in the same way when the worker breaks off: `explain` said of each such stream that its client had
+    left, and nobody looked at the worker."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        asked = body_of(ask(prompt="short", stream=True))
+        await exchanged(rig, head_of(), asked, *answer_of(EVENTS[0], b"")[:2])
+        await exchanged(rig, head_of(), asked)
+        not_begun, begun = (one.tries[-1].why for one in rig.context.recorder.records())  # the last one first
+        assert begun == "the gateway ended it early: the client left, or the worker broke off"
+        assert not_begun == "the client left"  # else its head would have told
+
+    run(go, prefill=0)

@@ -163,6 +163,10 @@ class Picked(Flow):
         """Silence is a reason to ask the worker whether it is there, and no more."""
         return self._unheard() or super()._comes_whole()
 
+    def _why_left(self) -> str:
+        """Of a worker that breaks before its answer's head a gateway tells. Later it ends its call, whoever ended the stream."""
+        return "the gateway ended it early: the client left, or the worker broke off" if self.started else super()._why_left()
+
     def expire(self, now: float) -> None:
         """The gateway has its own bounds for who does not read; what comes later is counted as well."""
         if self._unheard():
