@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
+import pytest
 
+from fleet_router.epp.exchange import Exchange
 from fleet_router.epp.server import EndpointPicker
 from tests.fleet_router.rig import CONFIG, LONG, Rig, ask, run, until
-from tests.fleet_router.test_picker import EVENTS, answer_of, body_of, exchanged, head_of, known
+from tests.fleet_router.test_picker import EVENTS, _breaks, answer_of, body_of, exchanged, head_of, known, trailers
 from tests.fleet_router.test_picker_connections import calling
 
 WAITING = 6
@@ -60,5 +63,56 @@ def test_of_a_stream_that_ends_early_behind_a_gateway_nobody_says_that_its_clien
         not_begun, begun = (one.tries[-1].why for one in rig.context.recorder.records())  # the last one first
         assert begun == "the gateway ended it early: the client left, or the worker broke off"
         assert not_begun == "the client left"  # else its head would have told
+
+    run(go, prefill=0)
+
+
+class Buggy:
+    """A request of which nothing more can be counted."""
+
+    done = False
+
+    def raw(self, _: bytes) -> None:
+        raise ValueError("whatever it is")
+
+    def end(self) -> None:
+        raise ValueError("whatever it is")
+
+    def cut(self, _: Exception) -> None:
+        self.done = True
+
+
+@pytest.mark.parametrize("last", [answer_of(b"piece")[1], trailers("response_trailers")], ids=["piece", "trailers"])
+def test_a_bug_of_ours_in_what_is_counted_of_an_answer_leaves_the_gateways_answer_as_it_is(last: Any):
+    """It failed the call (a client's answer broke off), or was told in the answer's place; and of a piece nothing was counted."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        exchange = Exchange(rig.context)
+
+        async def come() -> AsyncIterator[Any]:
+            yield head_of()
+            yield body_of(ask(prompt="short"))
+            flow, exchange.flow = exchange.flow, Buggy()  # type: ignore[assignment]
+            yield last
+            exchange.flow = flow
+
+        *_, told = [said async for said in exchange.answers(come())]
+        exchange.gone()
+        assert told.WhichOneof("response") == last.WhichOneof("request")
+        assert rig.context.desk.faults.count == 1
+
+    run(go, prefill=0)
+
+
+def test_a_bug_of_ours_at_an_answers_head_leaves_the_gateways_answer_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    async def go(rig: Rig) -> None:
+        known(rig)
+        monkeypatch.setattr("fleet_router.epp.exchange._served", _breaks)
+        *_, told, piece = await exchanged(rig, head_of(), body_of(ask(prompt="short")), *answer_of(b"piece"))
+        assert told.WhichOneof("response") == "response_headers"
+        assert piece.response_body.response.body_mutation.streamed_response.body == b"piece"
+        account = rig.context.desk.accounts["acme"]
+        assert (rig.context.desk.faults.count, account.inflight, rig.context.desk.gate.running) == (1, 0, 0)
 
     run(go, prefill=0)

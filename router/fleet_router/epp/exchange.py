@@ -17,6 +17,7 @@ from fleet_router.context import Context
 from fleet_router.desk import models_of, one_of, usable
 from fleet_router.dialect.routes import ALONE, COUNTING, TRANSLATED
 from fleet_router.epp import answers
+from fleet_router.epp.answers import Header
 from fleet_router.epp.messages import BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX, NONE, STREAMED
 from fleet_router.epp.picked import Picked, address_of
 from fleet_router.errors import RequestError
@@ -113,10 +114,8 @@ class Exchange:
                 yield self._refused(error)
                 return
             match None if message is None else message.WhichOneof("request"):
-                case "response_headers":
-                    yield self._answer_head(message)
-                case "response_body":
-                    yield self._answer_piece(message.response_body)
+                case "response_headers" | "response_body" | "response_trailers" as kind:
+                    yield self._shown(kind, message)
                 case None:
                     return
                 case kind:
@@ -135,13 +134,13 @@ class Exchange:
             yield self._refused(found[0])
 
     def _said(self, kind: str, message: Any) -> AsyncIterator[Any]:
-        """What to say to a part of the request, or to trailers."""
+        """What to say to a part of the request."""
         match kind:
             case "request_headers":
                 return self._headers(message)
             case "request_body":
                 return self._piece(message.request_body)
-        return self._trailers(kind)
+        return self._trailers()
 
     async def _next(self, messages: AsyncIterator[Any]) -> Any:
         """None: there are no more. RequestError where the rest of a body does not come, as gateways wait for it for ever."""
@@ -274,15 +273,12 @@ class Exchange:
         self._body_bytes = 0
         return body
 
-    async def _trailers(self, kind: str) -> AsyncIterator[Any]:
+    async def _trailers(self) -> AsyncIterator[Any]:
         """Where there are any, no piece of a body was the last one."""
-        if kind == "response_trailers":
-            if self.flow is not None and not self.flow.done:
-                self.flow.end()
-        elif self._comes:
+        if self._comes:
             async for said in self._decide(end=False):
                 yield said
-        yield answers.passed(kind)
+        yield answers.passed("request_trailers")
 
     async def _decide(self, *, end: bool) -> AsyncIterator[Any]:
         """The request is whole; `end`: nothing comes behind its body."""
@@ -350,8 +346,29 @@ class Exchange:
         return answers.refused(error, self._request.url, self.request_id)
 
     # -- the answer -----------------------------------------------------------------------------------------------------
-    def _answer_head(self, message: Any) -> Any:
-        flow, headers = self.flow, list[answers.Header]()
+    def _shown(self, kind: str, message: Any) -> Any:
+        """What to say to a part of the answer. After a bug of ours it goes on as it is, and we count no more of it."""
+        headers = [("x-request-id", self.request_id.encode())] if self.flow is not None else list[Header]()
+        try:
+            match kind:
+                case "response_headers":
+                    headers = self._answer_head(message)
+                case "response_body":
+                    self._count_piece(message.response_body)
+                case _:
+                    self._count_end()
+        except Exception as error:
+            self._context.desk.faults.end(error, self.fail, self.request_id)
+        match kind:
+            case "response_headers":
+                return answers.answer_head(headers)
+            case "response_body" if self._modes[1] not in (BUFFERED, STREAMED):
+                return answers.answer_piece(message.response_body.body, end=message.response_body.end_of_stream)
+        return answers.passed(kind)
+
+    def _answer_head(self, message: Any) -> list[Header]:
+        """Headers to add to it."""
+        flow, headers = self.flow, list[Header]()
         if flow is not None and not flow.done:
             found = {one.key: one.raw_value or one.value.encode() for one in message.response_headers.headers.headers}
             status = int(found.get(":status", b"0"))
@@ -367,18 +384,17 @@ class Exchange:
                 headers += answers.lines_of(decision_header(flow.record))
             if message.response_headers.end_of_stream or self._modes[1] == NONE:  # it shows us no more of it
                 flow.end()
-        return answers.answer_head(headers)
+        return headers
 
-    def _answer_piece(self, piece: Any) -> Any:
-        flow = self.flow
-        if flow is not None and not flow.done:
-            if piece.body:
-                flow.raw(piece.body)
-            if piece.end_of_stream and not flow.done:  # what stood in it may have ended it
-                flow.end()
-        if self._modes[1] in (BUFFERED, STREAMED):
-            return answers.passed("response_body")
-        return answers.answer_piece(piece.body, end=piece.end_of_stream)
+    def _count_piece(self, piece: Any) -> None:
+        if self.flow is not None and not self.flow.done and piece.body:
+            self.flow.raw(piece.body)
+        if piece.end_of_stream:
+            self._count_end()
+
+    def _count_end(self) -> None:
+        if self.flow is not None and not self.flow.done:  # what stood in its last piece may have ended it
+            self.flow.end()
 
     # -- ends -----------------------------------------------------------------------------------------------------------
     def sweep(self, now: float) -> None:
