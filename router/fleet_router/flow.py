@@ -443,16 +443,19 @@ class Flow(Hedging):
         worker = self._leg_worker
         whole = worker is not None and self._comes_whole()
         if worker is not None:
-            blamed = self._had_its_time(self.sent_at, now)
-            if blamed and whole and worker.heard_at < self.sent_at:
-                worker.put_out(now)  # in all that time it has said nothing to anybody
-            self._blame(worker, LATE, blamed=blamed)
-            self._hedge_late(now)
+            self._is_late(worker, now, whole=whole)
         if whole:
             told = f"no answer within {now - self.started_at:.0f} s: ask for fewer tokens (max_tokens), or with stream: true"
         else:
             told = f"no token within {self.config.first_token_deadline_s} s"
         self.cut(RequestError(504, told))
+
+    def _is_late(self, worker: Worker, now: float, *, whole: bool) -> None:
+        blamed = self._had_its_time(self.sent_at, now)
+        if blamed and whole and worker.heard_at < self.sent_at:
+            worker.put_out(now)  # in all that time it has said nothing to anybody
+        self._blame(worker, LATE, blamed=blamed)
+        self._hedge_late(now)
 
     def cut(self, error: RequestError) -> None:
         """End it now, if it is not over; the client is told why."""

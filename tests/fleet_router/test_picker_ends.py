@@ -13,7 +13,7 @@ import pytest
 from fleet_router.epp.exchange import Exchange
 from fleet_router.epp.server import EndpointPicker
 from tests.fleet_router.rig import CONFIG, LONG, Rig, ask, run, until
-from tests.fleet_router.test_picker import EVENTS, _breaks, answer_of, body_of, exchanged, head_of, known, trailers
+from tests.fleet_router.test_picker import EVENTS, _breaks, answer_of, body_of, exchanged, failed_with, head_of, known, trailers
 from tests.fleet_router.test_picker_connections import calling
 
 WAITING = 6
@@ -114,5 +114,44 @@ def test_a_bug_of_ours_at_an_answers_head_leaves_the_gateways_answer_as_it_is(mo
         assert piece.response_body.response.body_mutation.streamed_response.body == b"piece"
         account = rig.context.desk.accounts["acme"]
         assert (rig.context.desk.faults.count, account.inflight, rig.context.desk.gate.running) == (1, 0, 0)
+
+    run(go, prefill=0)
+
+
+@pytest.mark.parametrize(("said", "tokens", "ended"), [(answer_of(*EVENTS), 2, "answered"), (failed_with(b"504"), 0, "failed")])
+def test_an_answer_whose_first_token_is_late_behind_a_gateway_counts_all_the_same(said: list[Any], tokens: int, ended: str):
+    """It was over for us after 30 s, with its slot free and its tokens given back, while the gateway waited on: what came was
+    charged to nobody and told as 504, and the router sent the busy worker more than it has slots."""
+
+    async def go(rig: Rig) -> None:
+        known(rig, tokensPerMinute=10_000)
+        comes = asyncio.Event()
+
+        async def come() -> AsyncIterator[Any]:
+            yield head_of()
+            yield body_of(ask(prompt="short", stream=True))
+            await comes.wait()
+            for message in said:
+                yield message
+
+        exchange = Exchange(rig.context)
+        account, (worker,) = rig.context.desk.accounts["acme"], rig.context.table.by_role["decode"]
+
+        async def take() -> None:
+            async for _ in exchange.answers(come()):
+                pass
+
+        task = asyncio.create_task(take())
+        await until(lambda: worker.inflight == 1)
+        for later_s in (rig.context.config.first_token_deadline_s + 1, 1000.0):
+            exchange.sweep(rig.context.clock() + later_s)
+            assert (worker.inflight, account.inflight, rig.context.desk.gate.running) == (1, 1, 1)
+            assert rig.context.metrics.of("t", "r").errors == 1  # it is the worker's failure, once
+        comes.set()
+        await task
+        exchange.gone()
+        assert (account.output_tokens, account.counts[ended], worker.inflight) == (tokens, 1, 0)
+        assert rig.context.metrics.requests[200 if tokens else 504] == sum(rig.context.metrics.requests.values()) == 1
+        assert rig.context.metrics.of("t", "r").errors == 1
 
     run(go, prefill=0)

@@ -134,7 +134,8 @@ class Picked(Flow):
             if self._giver is not None and status >= FAILED and not overloaded:
                 self._context.table.transfer_failed(self._giver, worker, now)
             who = "the gateway let no more through: it answered" if overloaded else "decode answered"
-            self._blame(worker, f"{who} {status}", blamed=not overloaded)
+            late = self.deadline == inf  # which counted against it
+            self._blame(worker, f"{who} {status}", blamed=not (overloaded or late))
         self._begin_told(status)
         self.end_leg()  # the end of such an answer forgives its worker nothing
         self._outcome = "failed"
@@ -168,11 +169,15 @@ class Picked(Flow):
         return "the gateway ended it early: the client left, or the worker broke off" if self.started else super()._why_left()
 
     def expire(self, now: float) -> None:
-        """The gateway has its own bounds for who does not read; what comes later is counted as well."""
+        """The gateway has its own bounds for who does not read, and for who waits; what comes later is counted as well."""
+        worker = self._leg_worker
         if self._unheard():
             self.deadline = inf
-        else:
+        elif worker is None or self._leg is not None:
             super().expire(now)
+        elif not self._has_more_time(now):
+            self._is_late(worker, now, whole=self._comes_whole())
+            self.deadline = inf
 
     def silent(self) -> None:
         """What the gateway was told cannot be taken back. Legs of our own can."""
