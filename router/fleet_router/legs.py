@@ -277,13 +277,19 @@ class TranslatedLeg(DecodeLeg):
         else:
             if self._translation.says_done():
                 self.on_body(BLANK_LINE)
-                self.on_raw(b"")
-            if not self._flow.done:
-                self._finish()
+                if self._hands_on_last():
+                    return
+            self._finish()
+
+    def _hands_on_last(self) -> bool:
+        """What was read and not handed on. Whether that ended this leg: the flow may have another one then."""
+        broke = self._translation.broke
+        self.on_raw(b"")
+        return bool(broke) or self._flow.done
 
     def on_lost(self, reason: str) -> None:
-        if self._out:  # read, but not handed on because what came with it was no HTTP
-            self.on_raw(b"")
+        if self._out and self._hands_on_last():  # what came with it was no HTTP
+            return
         super().on_lost(reason)
 
     def failed(self, why: str, *, gone: bool = False, blamed: bool = True) -> None:
