@@ -323,8 +323,8 @@ class Answering(Metering):
             self._served.ttft.observe(now - self.started_at)
 
     def _sound(self, data: bytes) -> bool:
-        """A read that ends with an event that is no JSON object by its looks: half of one must not go to a client as a whole."""
-        if not data.endswith(CHUNK_ENDS) or not self._ask.stream:
+        """Its last event is a JSON object by its looks: half of one goes to nobody as a whole. In other dialects it was read."""
+        if not data.endswith(CHUNK_ENDS) or not self._ask.stream or self._translation is not None:
             return True
         if last_is_sound(data):
             return True

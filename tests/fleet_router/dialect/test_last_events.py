@@ -127,3 +127,26 @@ def test_one_that_is_ended_too_early_by_half_of_an_event_is_carried_on_by_one_wo
         assert (rig.context.metrics.of("t", "r").errors, rig.context.metrics.retries) == (1, 1)
 
     run(go, prefill=0, decode=2)
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_an_event_behind_the_last_one_costs_none_of_those_before_it(path: str):
+    """Its client got an empty stream, ended as if it were whole."""
+
+    async def go(rig: Rig) -> None:
+        async def behave(_: Any, writer: asyncio.StreamWriter) -> bool:
+            said = b"".join(events(TEXT)) + b"data: bye\n\n"
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            await writer.drain()
+            await asyncio.sleep(0.02)
+            writer.write(b"%x\r\n%b\r\n" % (len(said), said))
+            await writer.drain()
+            await asyncio.sleep(0.02)
+            writer.write(b"0\r\n\r\n")
+            return True
+
+        status, body = await told(rig, path, behave, stream=True)
+        last = b"event: message_stop" if path == "/v1/messages" else b"event: response.completed"
+        assert (status, body.count(last), b"Hel" in body) == (200, 1, True)
+
+    run(go, prefill=0)
