@@ -150,3 +150,25 @@ def test_a_comment_moves_the_deadline_whatever_its_line_ends(lines: bytes, tempe
         await posted
 
     run(go, prefill=0)
+
+
+@pytest.mark.parametrize("temperature", [0, 1], ids=["determined", "not"])
+def test_a_ping_may_have_other_line_ends_than_the_event_before_it(temperature: int):
+    """Where both came in one read the stream broke off: its event was said to be no JSON."""
+
+    async def go(rig: Rig) -> None:
+        made = [framed(one) for one in events(tokens([5, 6, 7], 40)[:3], with_ids=False, finish=True)]
+        ping = framed(b": ping - 2026-11-28\r\n\r\n")
+
+        async def pings(_: Any, writer: asyncio.StreamWriter) -> bool:
+            for one in (HEAD + made[0], made[1] + ping, *made[2:], b"0\r\n\r\n"):
+                writer.write(one)
+                await writer.drain()
+                await asyncio.sleep(0.005)
+            return True
+
+        rig.decode[0].behave = pings
+        status, got = await rig.post({**GREEDY, "temperature": temperature})
+        assert (status, got) == (200, made[0] + made[1] + ping + b"".join(made[2:]) + b"0\r\n\r\n")
+
+    run(go, prefill=0)

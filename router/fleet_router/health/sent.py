@@ -27,7 +27,8 @@ _ODD_ENDS: Final[tuple[bytes, ...]] = (_ODD_END, CRLF_END)
 """Those that the line of a chunk's size may be a part of."""
 _SIZED: Final = re.compile(rb"(?:\A|(.)\r\n)([0-9a-fA-F]{1,8})(?:;[^\r\n]*)?\r\n(\r?\n)\r\n\Z", re.DOTALL)
 _SIZED_BYTES: Final = 96
-_EVENT_ENDS: Final = {CHUNK_END: b"\n\n", CRLF_END: b"\r\n\r\n"}
+_BLANKS: Final = (b"\n\n", b"\r\n\r\n")
+"""Ends of events. A server may have one for what its engine writes, and the other for its own pings."""
 _DATA: Final = b"data: "
 _DONE: Final = b"[DONE]"
 STREAM_MOST_BYTES: Final = 1024 * 1024
@@ -80,10 +81,11 @@ def last_is_sound(read: bytes) -> bool:
 
 
 def _last_is_sound(read: bytes) -> bool:
-    end = CHUNK_END if read.endswith(CHUNK_END) else CRLF_END
-    _, before, event = read.removesuffix(end).rpartition(_EVENT_ENDS[end])
-    at = 0 if before and event.startswith(_DATA) else event.rfind(b"\n" + _DATA) + 1
-    if not event.startswith(_DATA, at) or (not at and not before):
+    told = read.removesuffix(CHUNK_END if read.endswith(CHUNK_END) else CRLF_END)
+    begins = max([found + len(end) for end in _BLANKS if (found := told.rfind(end)) >= 0], default=0)
+    event = told[begins:]
+    at = 0 if begins and event.startswith(_DATA) else event.rfind(b"\n" + _DATA) + 1
+    if not event.startswith(_DATA, at) or (not at and not begins):
         return True  # what looks so may be text of a model
     payload = event[at + len(_DATA) :]
     return payload == _DONE or is_object(payload)
