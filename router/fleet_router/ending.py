@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from fleet_router.admission.runaway import FINISH, Why
+from fleet_router.admission.usage import can_be
 from fleet_router.dialect.chat import payload_of
 from fleet_wire.unreadable import UNREADABLE
 
@@ -68,14 +69,15 @@ def without_usage(read: bytes) -> tuple[bytes, tuple[int, int] | None]:
     contents, rest = whole_chunks(read)
     if rest and not rest.startswith(LAST_CHUNK):
         return read, None
-    kept, told = [], None
+    kept, told, found = [], None, False
     parts = _EVENT_END.split(contents)
     for event, end in zip_longest(parts[::2], parts[1::2], fillvalue=b""):
         if (usage := _usage_of(event)) is None:
             kept += [event, end]
         else:
-            told = (usage.prompt_tokens, usage.completion_tokens)
-    return (framed(b"".join(kept)) + rest, told) if told is not None else (read, None)
+            used = (usage.prompt_tokens, usage.completion_tokens)
+            found, told = True, used if can_be(used) else told
+    return (framed(b"".join(kept)) + rest, told) if found else (read, None)
 
 
 def _usage_of(event: bytes) -> _Usage | None:

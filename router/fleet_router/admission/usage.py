@@ -51,6 +51,7 @@ _USAGE: Final = b'"usage":{"prompt_tokens":'
 _TOTAL: Final = b',"total_tokens":'
 _WRITTEN: Final = b',"completion_tokens":'
 DIGITS_MOST: Final = 9
+TOKENS_MOST: Final = 10**DIGITS_MOST
 USUAL_MOST_BYTES: Final = len(_USAGE) + len(_TOTAL) + len(_WRITTEN) + 3 * DIGITS_MOST + 1
 """Of one that is written so, to the byte behind it."""
 _ZERO: Final = ord("0")
@@ -172,6 +173,11 @@ def tells_usage(read: bytes) -> bool:
     """A usage may stand in this read of a stream, wherever it is cut into chunks."""
     joined = BETWEEN.sub(b"", read)
     return joined.find(TOLD) >= 0 or joined.find(TOLD_LAST) >= 0
+
+
+def can_be(used: tuple[int, int]) -> bool:
+    """A request may have so many (input, output) tokens: others that an engine tells are not charged."""
+    return 0 <= used[0] < TOKENS_MOST and 0 <= used[1] < TOKENS_MOST
 
 
 def _usage_at(tail: bytes, at: int) -> tuple[int, int] | None:

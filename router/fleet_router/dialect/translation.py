@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final, TypeVar
 import msgspec
 
 from fleet_router.admission.runaway import FINISH, Why
+from fleet_router.admission.usage import can_be
 from fleet_router.allowed import with_allowed
 from fleet_router.dialect.chat import DONE, UNENDED, Choice, Completion, Ends, Events, Usage, completion, goes_on, worker_error
 from fleet_router.errors import RequestError, error_json
@@ -229,8 +230,8 @@ class ChatTranslation(Translation):
         return self.chunk(Completion(choices=[choice], usage=usage)) + self.finished()
 
     def _know(self, answer: Completion) -> None:
-        if (usage := answer.usage) is not None:
-            self.used = (usage.prompt_tokens, usage.completion_tokens)
+        if (usage := answer.usage) is not None and can_be(used := (usage.prompt_tokens, usage.completion_tokens)):
+            self.used = used
 
     def end(self) -> bytes:
         """The whole answer; for a stream without its end an error event."""

@@ -85,6 +85,24 @@ def test_usage_is_found_when_the_end_comes_in_reads_of_its_own(path: str, body: 
     run(go, prefill=0, config=config)
 
 
+@pytest.mark.parametrize(("path", "body"), PATHS, ids=[path for path, _ in PATHS])
+@pytest.mark.parametrize("said", [(10**30, 40), (5, 10**30), (-1500, 40), (5, -40)])
+def test_a_usage_that_no_request_can_have_is_not_charged(path: str, body: dict[str, Any], said: tuple[int, int]):
+    """In another dialect it was: a tenant was shut out for as many years, or had its quota back; its events are counted."""
+
+    async def go(rig: Rig) -> None:
+        metered(rig)
+        usage = {"prompt_tokens": said[0], "completion_tokens": said[1]}
+        told = b"data: " + json.dumps({"id": "c", "choices": [], "usage": usage}).encode() + b"\n\n"
+        rig.decode[0].behave = streams([framed(text(i, path)) for i in range(10)] + [framed(told), framed(DONE), END])
+        await rig.raw(http({"model": "m", "stream": True, **body}, KEY, "connection: close", path=path))
+        taken, written = charged(rig)
+        assert 0 < taken < 1500
+        assert 0 <= written <= 12
+
+    run(go, prefill=0)
+
+
 TOLD_LATE = text(0) + TOLD + DONE
 READS: list[Any] = [
     pytest.param([framed(text(0) + TOLD + DONE) + END], id="one-chunk"),
