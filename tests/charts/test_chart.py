@@ -55,6 +55,7 @@ def test_nothing_of_a_container_is_named_twice(values: Path):
                 assert len(names) == len(set(names)), f"{found['kind']} {container['name']} {part}: {names}"
 
 
+SERVICE_NAME = "[a-z]" + DNS_LABEL.removeprefix("^[a-z0-9]")
 LONG = {"fullnameOverride": "a" * 50}
 METRICS = {part: {"enabled": True} for part in ("serviceMonitor", "podMonitors", "prometheusRule", "dashboards")}
 EVERYTHING = {"metrics": METRICS, "webhooks": {"enabled": True}, "rbac": {"aggregate": True}}
@@ -67,18 +68,20 @@ EVERYTHING = {"metrics": METRICS, "webhooks": {"enabled": True}, "rbac": {"aggre
         ("inferencefleet", "ml", LONG),
         ("team.a", "ml", {}),
         ("a" * 49 + ".b", "ml", {}),
+        ("7" * 53, "ml", {}),
         ("2024", "2025", {"serviceAccount": {"name": "7"}, "priorityClassName": "8", "watchNamespaces": ["2026", "null"]}),
         ("null", "true", {"scope": "cluster", "fullnameOverride": "1e5"}),
     ],
 )
 def test_any_release_has_names_that_an_api_server_takes(release: str, namespace: str, values: dict[str, Any]):
-    """A Service had 67 characters, or a dot; a number, true or null without quotes is no text."""
+    """A Service had 67 characters, a dot, or a digit first (taken since Kubernetes 1.36); a number, true or null without
+    quotes is no text."""
     text = json.dumps({**EVERYTHING, **values})
     args = ("template", release, str(CHART), "--namespace", namespace, "--values", "-")
     found = objects(helm(*args, stdin=text))
     for one in found:
         meta = one["metadata"]
-        most, pattern = (63, DNS_LABEL) if one["kind"] == "Service" else (253, DNS_SUBDOMAIN)
+        most, pattern = (63, SERVICE_NAME) if one["kind"] == "Service" else (253, DNS_SUBDOMAIN)
         assert len(meta["name"]) <= most, f"{one['kind']} {meta['name']}"
         assert re.fullmatch(pattern, meta["name"]), f"{one['kind']} {meta['name']}"
         strings = [meta.get("namespace", ""), *meta.get("labels", {}).values(), *_texts(one, ("namespace", "name", "values"))]

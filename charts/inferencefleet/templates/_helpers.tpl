@@ -21,14 +21,19 @@
 {{- printf "%s%s" (include "inferencefleet.elsewhere" .) (include "inferencefleet.operator" .) -}}
 {{- end -}}
 
-{{/* Names of Services have at most 63 characters and no dot, which a release's name may have. */}}
+{{/* Names of Services have at most 63 characters and no dot, which a release's name may have, and before Kubernetes 1.36 a letter
+     first. */}}
+{{- define "inferencefleet.serviceName" -}}
+{{- regexReplaceAll "^([0-9])" (. | replace "." "-") "s-${1}" -}}
+{{- end -}}
+
 {{/* Service and Secret of the webhook. */}}
 {{- define "inferencefleet.webhook" -}}
-{{- printf "%s-webhook" (include "inferencefleet.fullname" .) | replace "." "-" -}}
+{{- printf "%s-webhook" (include "inferencefleet.fullname" . | include "inferencefleet.serviceName") -}}
 {{- end -}}
 
 {{- define "inferencefleet.metrics" -}}
-{{- printf "%s-metrics" (include "inferencefleet.operator" . | replace "." "-" | trunc 55 | trimSuffix "-") -}}
+{{- printf "%s-metrics" (include "inferencefleet.operator" . | include "inferencefleet.serviceName" | trunc 55 | trimSuffix "-") -}}
 {{- end -}}
 
 {{- define "inferencefleet.webhookConfiguration" -}}
