@@ -50,6 +50,13 @@ BAD = [
     ("a log format that was taken away", {"logFormat": None}, "logFormat"),
     ("a lease without an end", {"leaderElection": {"leaseDurationSeconds": None}}, "leaseDurationSeconds"),
     ("webhooks that were taken away", {"webhooks": None}, "webhooks"),
+    # these were off: with the first the next uninstall took every fleet along
+    ("what keeps the CRDs taken away", {"crds": {"keep": None}}, "'keep'"),
+    ("the CRDs taken away", {"crds": {"install": None}}, "'install'"),
+    ("a switch of the policy taken away", {"networkPolicy": {"enabled": None}}, "'enabled'"),
+    ("a right taken away", {"rbac": {"nodes": None}}, "'nodes'"),
+    # these the Prometheus operator's CRDs refuse
+    ("an interval that was taken away", {"metrics": {"serviceMonitor": {"interval": None}}}, "'interval'"),
 ]
 
 
