@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from e2e.helm.chart import CHART, HelmError, render
+from e2e.helm.chart import CHART, HelmError, objects, render
 
 BAD = [
     ("typo at the top", {"imgae": {}}, "imgae"),
     ("typo below", {"image": {"repo": "x"}}, "repo"),
+    ("switched off without a parent", {"enabled": False}, "/enabled"),
     ("unknown scope", {"scope": "all"}, "/scope"),
     ("wildcard namespace", {"watchNamespaces": ["*"]}, "/watchNamespaces/0"),
     ("names with scope cluster", {"scope": "cluster", "watchNamespaces": ["a"]}, "/watchNamespaces"),
@@ -69,6 +73,17 @@ def test_bad_values_are_refused_by_field(values: dict[str, Any], field: str):
 
 def test_a_parent_chart_may_hand_down_globals():
     assert render({"global": {"region": "x"}}) == render()
+
+
+@pytest.mark.parametrize(("enabled", "kinds"), [(True, {"Deployment"}), (False, set())])
+def test_a_parent_chart_may_switch_it_by_the_usual_condition(enabled: bool, kinds: set[str], tmp_path: Path):
+    """`condition: inferencefleet.enabled` is a value of this chart, too: switched on, it was refused."""
+    dependency = {"name": "inferencefleet", "version": "0.1.0", "condition": "inferencefleet.enabled"}
+    parent = {"apiVersion": "v2", "name": "platform", "version": "1.0.0", "dependencies": [dependency]}
+    (tmp_path / "Chart.yaml").write_text(yaml.safe_dump(parent))
+    shutil.copytree(CHART, tmp_path / "charts/inferencefleet")
+    found = objects(render({"inferencefleet": {"enabled": enabled}}, chart=tmp_path))
+    assert {one["kind"] for one in found} & {"Deployment"} == kinds
 
 
 REPOSITORIES = ("operator", "ghcr.io/acme/operator", "r.example:5000/acme/operator", "10.0.0.1:5000/a__b/c-d", "localhost:5000/x")
