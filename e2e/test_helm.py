@@ -6,6 +6,7 @@ Both namespaces enforce the `restricted` Pod Security Standard; the model comes 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -458,6 +459,20 @@ def test_the_operator_says_what_its_account_lacks(plane: AuditedControlPlane, no
     finally:
         run_helm("uninstall", RELEASE)
         plane.kubectl("-n", NAMESPACE, "delete", "pod", f"{OPERATOR}-test", "--ignore-not-found")
+
+
+def test_crds_that_kubectl_made_join_the_release(plane: AuditedControlPlane, run_helm: Helm):
+    """As charts/README.md has it. Helm 4 refused it when they were of another version: the schema was kubectl's."""
+    said = re.search(r"`helm install (--[^`]*)`", (ROOT / "charts/README.md").read_text())
+    assert said
+    crd = yaml.safe_load((ROOT / "crds/inferencefleets.yaml").read_text())
+    crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["description"] = "that of another version"
+    plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=yaml.safe_dump(crd))
+    try:
+        run_helm("install", RELEASE, str(CHART), *said[1].split(), values=VALUES)
+        assert "that of another version" not in crd_text(plane)
+    finally:
+        run_helm("uninstall", RELEASE)
 
 
 @pytest.mark.parametrize(("verb", "role", "may"), [("list", "view", True), ("create", "view", False), ("create", "edit", True)])
