@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,34 @@ def test_nothing_of_a_container_is_named_twice(values: Path):
             for part in ("env", "ports", "volumeMounts"):
                 names = [entry["name"] for entry in container.get(part, [])]
                 assert len(names) == len(set(names)), f"{found['kind']} {container['name']} {part}: {names}"
+
+
+MONITORED = {"enabled": True, "labels": {"app.kubernetes.io/instance": "monitoring", "team": "sre"}}
+
+
+def test_labels_that_a_prometheus_selects_by_are_there_once():
+    """One that the chart sets, too, was there twice: no YAML to kustomize, and so to Flux."""
+    labelled: dict[str, Any] = {part: MONITORED for part in METRICS}
+    rendered = render({"metrics": labelled})
+    assert _keys_there_twice(yaml.compose_all(rendered)) == []
+    kinds = ("ServiceMonitor", "PodMonitor", "PrometheusRule", "ConfigMap")
+    found = [one["metadata"]["labels"] for one in objects(rendered) if one["kind"] in kinds]
+    assert len(found) == 6
+    for labels in found:
+        assert {**MONITORED["labels"], "app.kubernetes.io/name": "inferencefleet"}.items() <= labels.items()
+
+
+def _keys_there_twice(nodes: Iterable[yaml.Node]) -> list[str]:
+    """At any depth."""
+    twice = []
+    for node in nodes:
+        if isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value]
+            twice += sorted({key for key in keys if keys.count(key) > 1})
+            twice += _keys_there_twice(value for _, value in node.value)
+        elif isinstance(node, yaml.SequenceNode):
+            twice += _keys_there_twice(node.value)
+    return twice
 
 
 SERVICE_NAME = "[a-z]" + DNS_LABEL.removeprefix("^[a-z0-9]")

@@ -62,6 +62,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ include "inferencefleet.labelled" (printf "%s-%s" .Chart.Name .Chart.Version) }}
 {{- end -}}
 
+{{/* These and more, which win: a key that is there twice is no YAML to kustomize, and so to Flux. Arguments: those, the root. */}}
+{{- define "inferencefleet.labelsWith" -}}
+{{- merge (dict) (index . 0 | default dict) (include "inferencefleet.labels" (index . 1) | fromYaml) | toYaml -}}
+{{- end -}}
+
 {{/* An image by digest, else by tag, else by the chart's appVersion. Arguments: the image, the root. */}}
 {{- define "inferencefleet.image" -}}
 {{- $image := index . 0 -}}{{- $root := index . 1 -}}
