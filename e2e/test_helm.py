@@ -453,7 +453,7 @@ def test_the_operator_says_what_its_account_lacks(plane: AuditedControlPlane, no
     try:
         plane.kubectl("-n", FLEETS, "delete", "rolebinding", f"{NAMESPACE}-{OPERATOR}")
         with pytest.raises(HelmError):
-            run_helm("test", RELEASE, "--timeout", "30s")
+            run_helm("test", RELEASE, "--timeout", "90s")
         logs = nodes.glob(f"*/logs/{OPERATOR}-test/installed.log")  # one of a test before it may lie on another node
         assert "inferencefleets in ml: Forbidden" in max(logs, key=lambda log: log.stat().st_mtime).read_text()
     finally:
