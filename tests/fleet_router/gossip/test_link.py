@@ -210,7 +210,8 @@ class Pods:
     """Routers on loopback addresses of their own, each with its file of the fleet's key."""
 
     def __init__(self, folder: Path, count: int, port: int, scopes: str = "same") -> None:
-        self.hosts = [f"127.77.{port % 200 + 1}.{n + 1}" for n in range(count)]
+        own = 64 + os.getpid() % 64  # the suites of the plain and of the compiled router may run at once
+        self.hosts = [f"127.{own}.{port % 200 + 1}.{n + 1}" for n in range(count)]
         self.files = [folder / f"{n}.key" for n in range(count)]
         scope = {"same": ["ns/f"] * count, "others": [f"ns/f{n}" for n in range(count)]}[scopes]
         clock = asyncio.get_running_loop().time
