@@ -35,6 +35,15 @@ def first(pods: list[dict[str, Any]], role: str) -> str:
     return min(pod["metadata"]["name"] for pod in pods if pod["metadata"]["labels"][ROLE] == role)
 
 
+async def nobody_moves(world: World, before: dict[str, str], pods: list[dict[str, Any]]) -> None:
+    """In twenty passes the same workers serve, and the same pods are there."""
+    for _ in range(20):
+        world.now += 2
+        await world.step()
+        assert await served(world) == before
+    assert {pod["metadata"]["uid"] for pod in await workers(world)} == {pod["metadata"]["uid"] for pod in pods}
+
+
 @pytest.mark.parametrize(
     ("where", "key", "value"),
     [
@@ -58,11 +67,7 @@ def test_an_edited_mark_costs_no_worker_and_comes_back(role: str, where: str, ke
         if was == value:
             return
         await world.user.patch(POD, NAMESPACE, name, {"metadata": {where: {key: value}}})
-        for _ in range(20):
-            world.now += 2
-            await world.step()
-            assert await served(world) == before
-        assert {pod["metadata"]["uid"] for pod in await workers(world)} == {pod["metadata"]["uid"] for pod in pods}
+        await nobody_moves(world, before, pods)
         now = (await world.store.get(POD, NAMESPACE, name))["metadata"][where].get(key)
         assert now == (value if key == names.FETCH else was)
         assert (await world.condition("Ready"))["status"] == "True"
@@ -91,11 +96,7 @@ def test_an_edited_mark_of_a_worker_over_several_nodes_comes_back(place: int, wh
         pod = sorted(pods, key=lambda one: one["metadata"]["name"])[place]
         name = pod["metadata"]["name"]
         await world.user.patch(POD, NAMESPACE, name, {"metadata": {where: {key: value}}})
-        for _ in range(20):
-            world.now += 2
-            await world.step()
-            assert await served(world) == before
-        assert {pod["metadata"]["uid"] for pod in await workers(world)} == {pod["metadata"]["uid"] for pod in pods}
+        await nobody_moves(world, before, pods)
         found = await world.store.get(POD, NAMESPACE, name)
         assert found["metadata"][where].get(key) == pod["metadata"][where][key]
         assert await world.touch() == []

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -55,8 +55,9 @@ class SlowXet(XetHandler):
         Slow.go_on.wait(30.0)
 
 
-@pytest.fixture
-def hub() -> Iterator[Hub]:
+@contextmanager
+def slow_hub() -> Iterator[Hub]:
+    """One that stops in the middle of a file until `Slow.go_on` is set."""
     server = Hub({"acme/tiny": FILES})
     Slow.go_on = threading.Event()
     server.RequestHandlerClass = Slow
@@ -65,6 +66,12 @@ def hub() -> Iterator[Hub]:
     Slow.go_on.set()
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with slow_hub() as server:
+        yield server
 
 
 class LostXet(XetHandler):

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 
 from fleet_worker.agent.filelocks import has_locks
 from fleet_worker.agent.hub import LEFT_S
-from tests.fleet_worker.agent.test_cut_fetch import FILES, WEIGHTS, Slow, address, begun, parts
+from tests.fleet_worker.agent.test_cut_fetch import FILES, WEIGHTS, Slow, address, begun, parts, slow_hub
 from tests.hub import Hub
 from tests.xethub import XetHandler
 
@@ -30,14 +29,8 @@ sys.exit(main())
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    server = Hub({"acme/tiny": FILES})
-    Slow.go_on = threading.Event()
-    server.RequestHandlerClass = Slow
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield server
-    Slow.go_on.set()
-    server.shutdown()
-    server.server_close()
+    with slow_hub() as server:
+        yield server
 
 
 def fetch(hub: Hub, cache: Path, pod: str) -> subprocess.Popen[bytes]:
