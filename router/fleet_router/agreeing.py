@@ -15,6 +15,7 @@ import msgspec
 
 from fleet_router.request import tokens_of
 from fleet_router.tokeniser import UnreadableError
+from fleet_wire.address import authority
 from fleet_wire.endpoints import Endpoint
 
 ASK_TIMEOUT_S: Final = 5.0
@@ -78,10 +79,10 @@ async def _told(worker: Endpoint, question: dict[str, object]) -> list[int]:
 async def _asked(worker: Endpoint, body: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(worker.address, worker.http_port)
     try:
-        host = f"[{worker.address}]" if ":" in worker.address else worker.address
+        host = authority(worker.address, worker.http_port).encode()
         writer.write(
-            b"POST /tokenize HTTP/1.1\r\nhost: %b:%d\r\nconnection: close\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n%b" % (host.encode(), worker.http_port, len(body), body)
+            b"POST /tokenize HTTP/1.1\r\nhost: %b\r\nconnection: close\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%b" % (host, len(body), body)
         )
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         length = int(head.split(b"content-length:", 1)[1].split(b"\r\n", 1)[0])

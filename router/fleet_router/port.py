@@ -124,8 +124,3 @@ def listening(family: int, address: tuple[Any, ...], *, shared: bool) -> socket.
         opened.close()
         raise
     return opened
-
-
-def authority(host: str, port: int) -> str:
-    """As URLs have it, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

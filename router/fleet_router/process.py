@@ -40,13 +40,14 @@ from fleet_router.listening import wait_of
 from fleet_router.members import Answer, Member, serve
 from fleet_router.metrics import COMPILED, Metrics
 from fleet_router.paths import DECISIONS, HELD
-from fleet_router.port import Port, authority
+from fleet_router.port import Port
 from fleet_router.prewarm import Prewarm
 from fleet_router.server import ClientConnection
 from fleet_router.stops import ending
 from fleet_router.tls import Certificates, Certified, TlsError, TlsFiles
 from fleet_router.watching import Connection, Probes, Returns, watch
 from fleet_router.workers import WorkerTable, place_of, slots_of
+from fleet_wire.address import authority
 
 if TYPE_CHECKING:
     from fleet_router.epp.server import EndpointPicker

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 from fleet_router.explain.journal import Journal
 from fleet_router.members import OWN_KEY
-from fleet_router.port import authority, listening
+from fleet_router.port import listening
 from fleet_router.stops import ending
+from fleet_wire.address import authority
 
 AGAIN_S = 1.0
 QUICK_S = 5.0

@@ -15,6 +15,7 @@ import xxhash
 from fleet_router.kvindex.tokenised import cut
 from fleet_router.linear import is_linear
 from fleet_wire.addedtokens import add_named, named_special
+from fleet_wire.address import authority
 from fleet_wire.budget import Steps, TooMuchError
 from fleet_wire.template import ChatTemplate, NoTemplateError
 
@@ -233,8 +234,7 @@ async def fetch(address: str, port: int) -> dict[str, str]:
     async with asyncio.timeout(FETCH_TIMEOUT_S):
         reader, writer = await asyncio.open_connection(address, port, limit=1 << 16)
         try:
-            host = f"[{address}]" if ":" in address else address
-            writer.write(f"GET /tokenizer HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\n\r\n".encode())
+            writer.write(f"GET /tokenizer HTTP/1.1\r\nhost: {authority(address, port)}\r\nconnection: close\r\n\r\n".encode())
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             if b" 200 " not in head.split(b"\r\n", 1)[0]:
                 raise OSError(f"the agent answered {head.split(b' ', 2)[1].decode('latin-1')}")

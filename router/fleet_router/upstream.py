@@ -18,6 +18,7 @@ from fleet_router.errors import NO_ROOM, OURS
 from fleet_router.flood import FLOOD_S, Flood
 from fleet_router.outbox import Outbox, Written, write
 from fleet_router.repeated import around_length, worth_learning
+from fleet_wire.address import authority
 
 IDLE_CONNECTIONS: Final = 128
 CONNECT_TIMEOUT_S: Final = 3.0
@@ -400,7 +401,7 @@ class Pool:
         self.address = address
         self.port = port
         self._kind = kind
-        self.authority = (f"[{address}]:{port}" if ":" in address else f"{address}:{port}").encode()
+        self.authority = authority(address, port).encode()
         self._idle: list[Upstream] = []
         self._retired = False
         self.known: KnownAnswer | None = None

@@ -16,6 +16,7 @@ from fleet_operator.cluster.interface import POD, Object
 from fleet_operator.names import MEMBER, REVISION, ROLE, TIER
 from fleet_operator.render.network import PORTS, port_of
 from fleet_planner.wanted import PodWanted
+from fleet_wire.address import authority
 from fleet_worker.config import MOST_SEED_PEERS, SeedSettings
 
 Live = Mapping[tuple[str, str], Object]
@@ -37,7 +38,7 @@ def seed_peers(wanted: PodWanted, live: Live) -> str:
     alike = [pod for (kind, name), pod in sorted(live.items()) if kind == POD.kind and _gives(pod, wanted)]
     first = wanted.ordinal % len(alike) if alike else 0
     chosen = [*alike[first:], *alike[:first]][:MOST_SEED_PEERS]
-    return ",".join(_address(pod["status"]["podIP"], port_of(pod, "kv", PORTS.side_channel)) for pod in chosen)
+    return ",".join(authority(pod["status"]["podIP"], port_of(pod, "kv", PORTS.side_channel)) for pod in chosen)
 
 
 def _gives(pod: Object, wanted: PodWanted) -> bool:
@@ -49,7 +50,3 @@ def _gives(pod: Object, wanted: PodWanted) -> bool:
         return False
     conditions = status.get("conditions") or []
     return any(one.get("type") == "Ready" and one.get("status") == "True" for one in conditions)
-
-
-def _address(ip: str, port: int) -> str:
-    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"

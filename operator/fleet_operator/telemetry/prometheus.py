@@ -30,6 +30,7 @@ from fleet_operator.telemetry.meter import KvMeter, metered
 from fleet_operator.telemetry.scrape import is_running, is_running_worker, life_of, tiers_of
 from fleet_operator.telemetry.series import TargetSeries, by_pod, of_pod, query
 from fleet_planner.types import KvProof, TierTelemetry
+from fleet_wire.address import in_url
 
 THREADS_NAME = "prometheus"
 THREADS = 16
@@ -208,7 +209,7 @@ def shown(url: str) -> str:
     """Scheme, host and port: what a status may say. Never raises, because the schema lets URLs pass that are none."""
     try:
         parts = urlsplit(url)
-        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+        host = in_url(parts.hostname or "")
         return f"{parts.scheme}://{host}" + (f":{parts.port}" if parts.port else "")
     except ValueError:
         return "its URL"

@@ -22,6 +22,7 @@ from fleet_router.legs import NOT_IMPLEMENTED, NOT_THE_CLIENT, OK
 from fleet_router.request import decode_body
 from fleet_router.upstream import NOTHING_TOLD
 from fleet_router.workers import Worker
+from fleet_wire.address import authority
 
 FAILED = 500
 FALLBACKS = 2
@@ -196,5 +197,4 @@ class Picked(Flow):
 
 def address_of(worker: Worker) -> str:
     """As the Endpoint Picker protocol has it."""
-    at = worker.endpoint
-    return f"[{at.address}]:{at.http_port}" if ":" in at.address else f"{at.address}:{at.http_port}"
+    return authority(worker.endpoint.address, worker.endpoint.http_port)

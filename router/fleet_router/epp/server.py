@@ -31,8 +31,8 @@ from fleet_router.epp.messages import (
 )
 from fleet_router.epp.secure import credentials
 from fleet_router.errors import RequestError, leaving
-from fleet_router.port import authority
 from fleet_router.tls import Certificates
+from fleet_wire.address import authority
 
 FailureMode = Literal["FailOpen", "FailClose"]
 STREAMS_MOST: Final = 2_048

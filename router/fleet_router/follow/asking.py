@@ -10,6 +10,7 @@ from typing import Final
 
 from fleet_router.ending import unframed
 from fleet_router.upstream import STRANGER
+from fleet_wire.address import authority
 
 STATUS: Final = re.compile(rb"HTTP/1\.[01] (\d{3})\b")
 LENGTH: Final = re.compile(rb"\r\ncontent-length: *(\d{1,12})\r\n", re.I)
@@ -21,8 +22,7 @@ async def answer_to(address: str, port: int, path: str) -> AsyncIterator[asyncio
     """Of the answer, head included; OSError. Whoever asks bounds time and bytes."""
     reader, writer = await asyncio.open_connection(address, port)
     try:
-        host = f"[{address}]" if ":" in address else address
-        writer.write(f"GET {path} HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\n\r\n".encode())
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: {authority(address, port)}\r\nconnection: close\r\n\r\n".encode())
         yield reader
     finally:
         writer.close()
@@ -38,9 +38,9 @@ async def posted(
     try:
         if not await proven():
             raise ConnectionRefusedError(STRANGER)
-        host = f"[{address}]" if ":" in address else address
-        head = f"POST {path} HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\nx-request-id: {request_id}\r\n"
-        writer.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        head = f"POST {path} HTTP/1.1\r\nhost: {authority(address, port)}\r\ncontent-type: application/json\r\n"
+        told = f"x-request-id: {request_id}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        writer.write((head + told).encode() + body)
         answer = await reader.readuntil(b"\r\n\r\n")
         length = LENGTH.search(answer)
         found = b"" if length is None else await reader.readexactly(min(int(length[1]), most_bytes))

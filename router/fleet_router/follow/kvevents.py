@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from fleet_wire.address import authority
 from fleet_wire.events import END_OF_REPLAY, AllBlocksCleared, KVEventBatch, decode
 from fleet_wire.unreadable import UNREADABLE
 
@@ -117,10 +118,8 @@ class EventReader:
     # -- orders -----------------------------------------------------------------------------------------------------
     def follow(self, worker: str, address: str, events_port: int, replay_port: int) -> None:
         """Read this worker's events until `forget`."""
-        host = f"[{address}]" if ":" in address else address
-        self._order(
-            lambda: self._open(worker, f"tcp://{host}:{events_port}", f"tcp://{host}:{replay_port}" if replay_port else "")
-        )
+        events, replays = (f"tcp://{authority(address, port)}" for port in (events_port, replay_port))
+        self._order(lambda: self._open(worker, events, replays if replay_port else ""))
 
     def forget(self, worker: str) -> None:
         """The worker is gone."""

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from fleet_router.gossip.message import DATAGRAM_BYTES, REASONS, Refused, of_lines, seal, unseal
 from fleet_router.gossip.share import Share
-from fleet_router.port import EVERY, authority
+from fleet_router.port import EVERY
+from fleet_wire.address import authority
 from fleet_wire.keyfile import KeyFile
 from fleet_wire.peerkey import GOSSIP, derived
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from fleet_wire.address import authority
 from fleet_worker.agent import fabric
 from fleet_worker.agent import life as rules
 from fleet_worker.agent.adapters import AdapterKeeper, wished_at_start
@@ -65,9 +66,8 @@ class Agent:
         self._fabric = fabric.Fabric()
         self._scratch = Scratch()  # vLLM never removes its sockets
         self._token = secrets.token_hex(16)
-        host = f"[{identity.pod_ip}]" if ":" in identity.pod_ip else identity.pod_ip
-        ranks, tells = config.parallel.data if config.engine == "vllm" else 0, counts_open(config)
-        self._client = EngineClient(f"http://{host}:{config.ports.http}", self._token, counts_open=tells, compiling=ranks)
+        at, ranks = authority(identity.pod_ip, config.ports.http), config.parallel.data if config.engine == "vllm" else 0
+        self._client = EngineClient(f"http://{at}", self._token, counts_open=counts_open(config), compiling=ranks)
         self._adapters = AdapterKeeper(config, self._client, Path(self._scratch.name) / "adapters", wished_at_start(os.environ))
         self._seed = SeedKeeper(config, self._client, os.environ, identity.pod_ip)
         self._stop = asyncio.Event()

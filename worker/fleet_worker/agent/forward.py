@@ -15,6 +15,8 @@ import threading
 
 import zmq
 
+from fleet_wire.address import authority
+
 SUBSCRIBER_QUEUE = 100_000
 MAX_SUBSCRIPTION_BYTES = 1_024
 """All that a subscriber may say: whoever says more is disconnected."""
@@ -40,9 +42,8 @@ class EventForwarder:
             socket.setsockopt(zmq.SNDHWM, SUBSCRIBER_QUEUE)
         self._subscribers.setsockopt(zmq.IPV6, ":" in host)
         self._subscribers.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
-        at = f"[{host}]" if ":" in host else host
         try:
-            self._subscribers.bind(f"tcp://{at}:{port}")
+            self._subscribers.bind(f"tcp://{authority(host, port)}")
         except zmq.ZMQError as error:
             self._context.destroy()
             raise OSError(f"port {port} on {host} cannot be bound: {error.strerror}") from error

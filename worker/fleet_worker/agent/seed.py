@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 import msgspec
 from msgspec import UNSET
 
+from fleet_wire.address import authority
 from fleet_wire.unreadable import UNREADABLE
 from fleet_worker.config import MOST_SEED_PEERS, SEED_PEERS_ENV, SeedSettings, WorkerConfig
 
@@ -45,7 +46,7 @@ class Peer:
     port: int
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return authority(self.host, self.port)
 
 
 @dataclass(frozen=True, slots=True)

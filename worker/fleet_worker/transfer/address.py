@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import zmq
 
+from fleet_wire.address import authority
+
 KEPT_ALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 60, zmq.TCP_KEEPALIVE_INTVL: 20, zmq.TCP_KEEPALIVE_CNT: 3}
 """Of a socket that only answers: of a peer whose node lost its power nothing else ever tells, and its connection would stay."""
-
-
-def authority(host: str, port: int) -> str:
-    """host:port, an IPv6 address in brackets: without them its port would pass for a part of it."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def tcp_address(host: str, port: int) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from fleet_wire.address import authority
 from fleet_wire.sidechannel import (
     MAX_MESSAGE_BYTES,
     AskHot,
@@ -28,7 +29,7 @@ from fleet_wire.sidechannel import (
     decode,
     encode,
 )  # fmt: skip
-from fleet_worker.transfer.address import authority, tcp_address
+from fleet_worker.transfer.address import tcp_address
 from fleet_worker.transfer.base import KvTransferError
 from fleet_worker.transfer.faults import Faults
 
