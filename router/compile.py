@@ -41,7 +41,7 @@ MODULES = (
     "explain/inference_metrics", "explain/record", "explain/recorder",
     "health/breaker", "health/budget", "health/determined", "health/inband", "health/pairs", "health/panic", "health/patience",
     "health/sent", "health/silence",
-    "kvindex/approximate", "kvindex/masks", "kvindex/pieces", "kvindex/underway",
+    "kvindex/approximate", "kvindex/masks", "kvindex/pieces", "kvindex/runs", "kvindex/underway",
     "policy/adapters", "policy/candidate", "policy/choose", "policy/chosen", "policy/cost", "policy/estimate", "policy/group",
     "policy/hedge", "policy/pairs", "policy/ring", "policy/routing", "policy/side", "policy/split", "policy/terms",
     "policy/tiers", "policy/trip",

@@ -1,14 +1,10 @@
 """The approximate prefix index: what this router sent where, forgotten as the worker forgets it.
 
-Prompts come as the keys of their pieces (`pieces`). Per worker each key belongs to the generation in which it was last used. A
-generation ends when an eighth of the worker's capacity was used in it; when a worker has been sent more than it holds, what was
-last used in its oldest generation goes: least recently used out first, an eighth at a time. All keys of a prompt are used
-together, so that no key is ever older than the ones behind it, which `masks.depths` relies on. Those that were used in the
-generation already are its beginning, too, and are neither looked at nor counted again.
-
-A new key costs one place in one dictionary: a second one would be a second line of memory that no cache holds, the dearest part
-of a decision. The value is the workers as bits, and below them the generation of the only one; keys that several workers have,
-which are few, have their generations by worker.
+Prompts come as the keys of their pieces (`pieces`) and are kept as paths of runs (`runs`). Per worker each run belongs to the
+generation in which it was last used. A generation ends when an eighth of the worker's capacity was used in it; when a worker has
+been sent more than it holds, what was last used in its oldest generation goes: least recently used out first, an eighth at a
+time. All of a prompt is used together, so that no run is ever older than the ones behind it. What was used in the generation
+already is not counted again.
 """
 
 from __future__ import annotations
@@ -17,30 +13,32 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from fleet_router.kvindex.masks import LOWEST_BIT, REBUILT_AT, depths, without_bit
-from fleet_router.kvindex.pieces import BEGINNING_BYTES, BYTES_OF, FINE_PIECES, MAX_PIECES, PIECE_BYTES, bytes_of, pieces_in
+from fleet_router.kvindex.masks import REBUILT_AT, STEPS_MOST
+from fleet_router.kvindex.pieces import BYTES_OF, MAX_PIECES, PIECE_BYTES, bytes_of, pieces_in
+from fleet_router.kvindex.runs import Run, Runs
 
 GENERATIONS: Final = 8
 """In a worker's capacity."""
 GENERATIONS_MOST: Final = 32
 """Where the same prompts come again and again: the oldest two become one."""
-GENERATION: Final = LOWEST_BIT - 1
-"""The part of a value that says in which generation; the rest are workers."""
-SHARED: Final = GENERATION
-"""Of a key that more than one worker had: each has its own, in `_Held.shared`."""
+SHARED: Final = -1
+"""Generation of a run that more than one worker had: each has its own, in `_Held.shared`."""
 LEAST_KEYS: Final = 64
 MOST_NEWS: Final = 256
-SHORT_PIECES: Final = BEGINNING_BYTES // PIECE_BYTES
-"""Of prompts with no more it is not noted where they part from others."""
-ENDS_MOST: Final = 1024
-"""Beginnings of which it is noted; then that begins anew."""
+PATH_RUNS: Final = 8
+"""Of a prompt that has more, those that can be are united: a conversation that two workers hold has one more with each turn."""
+
+
+def _bytes_of(run: Run) -> int:
+    """Prompt bytes that it stands for."""
+    return BYTES_OF[run.start + len(run.keys)] - BYTES_OF[run.start]
 
 
 class _Held:
     """What one worker was sent."""
 
     __slots__ = (
-        "bit", "bytes", "free", "keys", "limit", "longest", "most_bytes", "older", "room_bytes", "room_keys", "shared", "young",
+        "bit", "bytes", "keys", "limit", "longest", "most_bytes", "older", "room_bytes", "room_keys", "shared", "young",
         "young_bytes", "young_keys", "youngest",
     )  # fmt: skip
 
@@ -52,17 +50,17 @@ class _Held:
         """Keys of one prompt that are kept; keys and bytes of a generation."""
         self.keys = self.bytes = 0
         """How many it has, and what they stand for."""
-        self.shared: dict[int, int] = {}
-        """Key → its generation, of keys that others have as well."""
-        self.free = list(range(1, SHARED))
+        self.shared: dict[Run, int] = {}
+        """Run → its generation, of runs that others have as well."""
         self.youngest = 0
-        """Generations have numbers for as long as they are there."""
-        self.young: list[tuple[int, Sequence[int]]] = []
-        """The prompts that were used in it: from which key on, for the first time in this generation, and these keys."""
+        """Number of its generation."""
+        self.young: list[Run] = []
+        """Runs that were used in it, for the first time in this generation. Of a run that was cut since, the end: the rest is its
+        parent."""
         self.young_keys = self.young_bytes = 0
         """Each key once."""
-        self.older: deque[tuple[int, list[tuple[int, Sequence[int]]]]] = deque()
-        """(number, prompts) of the others, the oldest first."""
+        self.older: deque[tuple[int, list[Run]]] = deque()
+        """(number, runs) of the others, the oldest first."""
 
     def size(self, limit: int, most_bytes: int) -> None:
         """How much is kept."""
@@ -71,108 +69,99 @@ class _Held:
         self.room_keys = limit // GENERATIONS
         self.room_bytes = (most_bytes or bytes_of(MAX_PIECES) * limit) // GENERATIONS
 
-    def generation(self, masks: dict[int, int], key: int) -> int:
-        """In which this worker last used it; -1: it has not got it."""
-        value = masks.get(key, 0)
-        if not value & self.bit:
-            return -1
-        at = value & GENERATION
-        return self.shared[key] if at == SHARED else at
+    def generation(self, run: Run) -> int:
+        """In which this worker last used it; -2: it has not got it."""
+        if not run.mask & self.bit:
+            return -2
+        return run.generation if run.generation != SHARED else self.shared[run]
 
-    def used(self, masks: dict[int, int], keys: Sequence[int]) -> int:
-        """How many of a prompt's keys were used in the youngest generation: its beginning."""
-        low, top = 0, len(keys)
-        while low < top:
-            middle = low + top >> 1
-            if self.generation(masks, keys[middle]) == self.youngest:
-                low = middle + 1
-            else:
-                top = middle
-        return low
+    def used(self, path: Sequence[Run], end: int) -> int:
+        """How many of a prompt's keys were used in the youngest generation: its beginning. `path` and `end` as of `Runs.path`."""
+        found = 0
+        for run in path:
+            if self.generation(run) != self.youngest:
+                return found
+            found += len(run.keys)
+        return end
 
-    def turn(self, masks: dict[int, int]) -> None:
+    def turn(self) -> None:
         """Begin a generation: the next prompt does not fit into the present one."""
         self.older.append((self.youngest, self.young))
         if len(self.older) > GENERATIONS_MOST:
-            self._unite_oldest(masks)
-        self.youngest, self.young, self.young_keys, self.young_bytes = self.free.pop(), [], 0, 0
+            self._unite_oldest()
+        self.youngest, self.young, self.young_keys, self.young_bytes = self.youngest + 1, [], 0, 0
 
-    def _unite_oldest(self, masks: dict[int, int]) -> None:
+    def _unite_oldest(self) -> None:
         """The oldest two generations, as the older one."""
-        (oldest, prompts), (next_oldest, more) = self.older.popleft(), self.older.popleft()
-        for _, keys in more:
-            for key in keys:
-                if self.generation(masks, key) == next_oldest:
-                    self._put(masks, key, oldest)
-        self.free.append(next_oldest)
-        kept = [(start, keys) for start, keys in prompts + more if self.generation(masks, keys[-1]) == oldest]
-        self.older.appendleft((oldest, kept))
+        (oldest, runs), (next_oldest, more) = self.older.popleft(), self.older.popleft()
+        for run in more:
+            one: Run | None = run
+            while one is not None and self.generation(one) == next_oldest:
+                self._put(one, oldest)
+                one = one.parent
+        self.older.appendleft((oldest, [run for run in runs + more if self.generation(run) == oldest]))
 
-    def _put(self, masks: dict[int, int], key: int, number: int) -> None:
+    def _put(self, run: Run, number: int) -> None:
         """One that it has belongs to this generation."""
-        if masks[key] & GENERATION == SHARED:
-            self.shared[key] = number
+        if run.generation == SHARED:
+            self.shared[run] = number
         else:
-            masks[key] = self.bit | number
+            run.generation = number
 
-    def make_room(self, masks: dict[int, int]) -> None:
+    def take(self, run: Run, by_bit: dict[int, _Held]) -> None:
+        """It is used in the youngest generation, whether this worker had it or not."""
+        size, stands_for = len(run.keys), _bytes_of(run)
+        if not run.mask & self.bit:
+            if run.generation != SHARED:
+                by_bit[run.mask].shared[run] = run.generation
+                run.generation = SHARED
+            run.mask |= self.bit
+            self.keys += size
+            self.bytes += stands_for
+        self._put(run, self.youngest)
+        self.note(run, size, stands_for)
+
+    def note(self, run: Run, keys: int, stands_for: int) -> None:
+        """So much of the youngest generation is used for the first time."""
+        self.young.append(run)
+        self.young_keys += keys
+        self.young_bytes += stands_for
+
+    def make_room(self, runs: Runs) -> None:
         """As long as it was sent more than it holds. The youngest generation alone is never more: when nothing else is left, keys
         were made to collide, so that those before them were passed over, and all of it goes."""
         while self.keys > self.limit or 0 < self.most_bytes < self.bytes:
             if not self.older:
-                self.forget_all(masks)
+                self.forget_all(runs)
                 return
-            self.forget_oldest(masks)
+            number, noted = self.older.popleft()
+            for run in noted:
+                self._drop_while(runs, run, number)
 
-    def forget_oldest(self, masks: dict[int, int]) -> None:
-        """What was not used since. A prompt's beginning may have been, its end then not: from the end on."""
-        number, prompts = self.older.popleft()
-        alone = self.bit | number
-        for start, keys in prompts:
-            for at in range(len(keys) - 1, -1, -1):
-                if masks.get(key := keys[at], 0) == alone:  # nearly all: no more is looked for than what must be
-                    del masks[key]
-                    self.keys -= 1
-                    self.bytes -= BYTES_OF[start + at + 1] - BYTES_OF[start + at]
-                    continue
-                used = self.generation(masks, key)
-                if used >= 0:
-                    if used != number:
-                        break  # later
-                    self.drop(masks, key)
-                    self.bytes -= BYTES_OF[start + at + 1] - BYTES_OF[start + at]
-        self.free.append(number)
+    def _drop_while(self, runs: Runs, run: Run | None, number: int) -> None:
+        """What was not used since: of a run that was cut, the end may be, and its beginning then not."""
+        while run is not None and self.generation(run) == number:
+            self.drop(runs, run)
+            run = run.parent
 
-    def drop(self, masks: dict[int, int], key: int) -> None:
+    def drop(self, runs: Runs, run: Run) -> None:
         """It has not got this one any more, which it had."""
-        self.keys -= 1
-        self.shared.pop(key, None)
-        left = masks[key] & ~self.bit
-        if left > GENERATION:
-            masks[key] = left
-        else:
-            del masks[key]
+        self.keys -= len(run.keys)
+        self.bytes -= _bytes_of(run)
+        if run.generation == SHARED:
+            del self.shared[run]
+        runs.drop(run, self.bit)
 
-    def _leave_all(self, masks: dict[int, int]) -> None:
-        kept = without_bit(masks, self.bit, GENERATION)
-        masks.clear()
-        masks.update(kept)
-        self.shared.clear()
-        self.keys = 0
-
-    def forget_all(self, masks: dict[int, int]) -> None:
-        """It has nothing any more. Every key is in a prompt of its generation, but for those that were made to collide; who has
-        much is dropped from all keys at once, in a fraction of the time."""
-        if REBUILT_AT * self.keys > len(masks):
-            self._leave_all(masks)
-        for _, prompts in [*self.older, (self.youngest, self.young)] if self.keys else ():
-            for _, keys in prompts:
-                for key in keys:
-                    if masks.get(key, 0) & self.bit:
-                        self.drop(masks, key)
+    def forget_all(self, runs: Runs) -> None:
+        """It has nothing any more. Every run is noted in its generation, or its end is, but for those that were made to collide;
+        who has much looks at all runs at once."""
+        if REBUILT_AT * self.keys < runs.keys:
+            for number, noted in [*self.older, (self.youngest, self.young)]:
+                for run in noted:
+                    self._drop_while(runs, run, number)
         if self.keys:
-            self._leave_all(masks)
-        self.free, self.youngest, self.bytes = list(range(1, SHARED)), 0, 0
+            for run in [run for run in runs.by_first.values() if run.mask & self.bit]:
+                self.drop(runs, run)
         self.older.clear()
         self.young, self.young_keys, self.young_bytes = [], 0, 0
 
@@ -182,17 +171,14 @@ class ApproximateIndex:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self.masks: dict[int, int] = {}
-        """Key → workers as bits, and GENERATION."""
-        self._ends: dict[int, int] = {}
-        """Key of a prompt's beginning → how deep the last prompt with it was known."""
+        self.runs = Runs()
         self._held: dict[str, _Held] = {}
         self._by_bit: dict[int, _Held] = {}
         self.news: dict[tuple[str, int], Sequence[int]] | None = None
         """What was sent, by worker and last key, for other routers; None when there are none. Whoever tells them empties it."""
 
     def __len__(self) -> int:
-        return len(self.masks)
+        return self.runs.keys
 
     @property
     def entries(self) -> int:
@@ -208,7 +194,7 @@ class ApproximateIndex:
         """The worker is gone: nobody may be matched to it again, nor to whoever gets its bit."""
         held = self._held.pop(worker, None)
         if held is not None:
-            held.forget_all(self.masks)
+            held.forget_all(self.runs)
             del self._by_bit[held.bit]
             self._share_out()
 
@@ -229,19 +215,24 @@ class ApproximateIndex:
             held.size(part, held.most_bytes)
 
     def depths(self, keys: Sequence[int], among: int = -1) -> list[tuple[int, int]]:
-        """(pieces, workers as bits), the deepest first. Prompts that share a beginning (a system prompt, say) mostly part at the
-        same place: it is looked at first. Each look into a large index waits for memory, which is most of a decision."""
-        size = len(keys)
-        if size <= SHORT_PIECES:
-            return depths(self.masks, keys, among & ~GENERATION)
-        beginning = keys[FINE_PIECES - 1 if size > FINE_PIECES else SHORT_PIECES - 1]
-        likely = self._ends.get(beginning, 0)
-        found = depths(self.masks, keys, among & ~GENERATION, likely)
-        if found and found[0][0] != likely:
-            if len(self._ends) >= ENDS_MOST:
-                self._ends.clear()
-            self._ends[beginning] = found[0][0]
-        return found
+        """(pieces, workers as bits), the deepest first. So many different depths are told apart as in `masks.depths`."""
+        found: list[tuple[int, int]] = []
+        at, alive, count, by_first = 0, among, len(keys), self.runs.by_first
+        while at < count and (run := by_first.get(keys[at])) is not None:
+            held = run.mask & alive
+            if held != alive and at:
+                found.append((at, alive & ~held))
+            alive = held
+            if not alive:
+                break
+            same = run.common(keys, at)
+            at += same
+            if same < len(run.keys):
+                break
+        if at and alive:
+            found.append((at, alive))
+        found.reverse()
+        return found if len(found) <= STEPS_MOST else _lumped(found)
 
     def add(self, keys: Sequence[int], worker: str) -> None:
         """This worker is being sent a prompt with these keys."""
@@ -256,49 +247,93 @@ class ApproximateIndex:
             return
         if len(keys) > held.longest:
             keys = keys[: held.longest]
-        masks, count, size = self.masks, len(keys), BYTES_OF[len(keys)]
-        if held.generation(masks, keys[-1]) == held.youngest:
+        count = len(keys)
+        path, end, same = self.runs.path(keys)
+        if end == count and held.generation(path[-1]) == held.youngest:
             return  # used in this generation already, and with it all before it
-        if held.young and (held.young_keys + count > held.room_keys or held.young_bytes + size > held.room_bytes):
-            used = held.used(masks, keys)
-            if held.young_keys + count - used > held.room_keys or held.young_bytes + size - BYTES_OF[used] > held.room_bytes:
-                held.turn(masks)
-        start, fresh = self._use(keys, held)
-        held.young.append((start, keys[start:] if start else keys))
-        held.young_keys += count - start
-        held.young_bytes += size - BYTES_OF[start]
-        if fresh:
-            held.keys += fresh
-            held.bytes += size - BYTES_OF[count - fresh]
-            if held.keys > held.limit or 0 < held.most_bytes < held.bytes:
-                held.make_room(masks)
-
-    def _use(self, keys: Sequence[int], held: _Held) -> tuple[int, int]:
-        """All of them are used by this worker in its youngest generation; from which on for the first time, how many of these it
-        had not got."""
-        masks, bit, fresh, mine, start = self.masks, held.bit, 0, held.bit | held.youngest, len(keys)
-        known = len(masks)
-        for key in reversed(keys):
-            value = masks.setdefault(key, mine)  # most are new: one look instead of two
-            if len(masks) > known:
-                known += 1
-                fresh += 1
-            elif value == mine:
+        self._make_place(held, count, BYTES_OF[count], path, end)
+        if path and same < len(path[-1].keys):
+            end = self._parted(path, keys, end, same)
+        for run in reversed(path):
+            if held.generation(run) == held.youngest:
                 break  # and with it all before it
-            elif value & GENERATION == SHARED:
-                used = held.shared.get(key, -1)
-                if used == held.youngest:
-                    break
-                if used < 0:
-                    masks[key] = value | bit
-                    fresh += 1
-                held.shared[key] = held.youngest
-            elif value & bit:
-                masks[key] = mine
-            else:
-                self._by_bit[value & ~GENERATION].shared[key] = value & GENERATION
-                held.shared[key] = held.youngest
-                masks[key] = value | bit | SHARED
-                fresh += 1
-            start -= 1
-        return start, fresh
+            held.take(run, self._by_bit)
+        if end < count:
+            self._append(held, keys, end, path[-1] if path else None)
+        if len(path) > PATH_RUNS:
+            self._unite(path)
+        if held.keys > held.limit or 0 < held.most_bytes < held.bytes:
+            held.make_room(self.runs)
+
+    @staticmethod
+    def _make_place(held: _Held, count: int, size: int, path: Sequence[Run], end: int) -> None:
+        """In the youngest generation, for so many keys and bytes, a part of which may be in it."""
+        if held.young and (held.young_keys + count > held.room_keys or held.young_bytes + size > held.room_bytes):
+            used = held.used(path, end)
+            if held.young_keys + count - used > held.room_keys or held.young_bytes + size - BYTES_OF[used] > held.room_bytes:
+                held.turn()
+
+    def _parted(self, path: list[Run], keys: Sequence[int], end: int, same: int) -> int:
+        """Others go on in the last run where this prompt ends or parts from them: it is cut there. Up to which key the path goes
+        then: all of them where keys collide, and nothing more is kept of this prompt."""
+        while path and same < len(path[-1].keys):
+            run = path.pop()
+            front = self.runs.cut(run, same)
+            if front is None:
+                return len(keys)
+            if run.generation == SHARED:
+                for held in self._of(run.mask):
+                    held.shared[front] = held.shared[run]
+            path.append(front)
+            more, end, same = self.runs.path(keys, end)
+            if not more:
+                break
+            path += more
+        return end
+
+    def _unite(self, path: Sequence[Run]) -> None:
+        """Those that the same workers hold, each since the same generation, and nothing else is between."""
+        for i in range(1, len(path)):
+            before, run = path[i - 1], path[i]
+            if (
+                run.parent is not before or before.kids != 1 or run.mask != before.mask or not run.mask
+                or before.start + len(before.keys) != run.start
+            ):  # fmt: skip
+                continue
+            holders = self._of(run.mask)
+            if all([held.generation(before) == held.generation(run) for held in holders]):
+                for held in holders:
+                    held.shared.pop(before, None)
+                self.runs.unite(before, run)
+
+    def _of(self, mask: int) -> list[_Held]:
+        """Workers with these bits."""
+        found: list[_Held] = []
+        while mask:
+            found.append(self._by_bit[mask & -mask])
+            mask &= mask - 1
+        return found
+
+    def _append(self, held: _Held, keys: Sequence[int], end: int, last: Run | None) -> None:
+        """What of a prompt is new, behind the run that was its last. A conversation that only this worker has goes on in its run:
+        each turn would be a run more to be looked for."""
+        new = list(keys[end:])
+        size, stands_for = len(new), BYTES_OF[len(keys)] - BYTES_OF[end]
+        if (
+            last is not None and last.kids == 0 and last.mask == held.bit and last.generation == held.youngest
+            and last.start + len(last.keys) == end
+        ):  # fmt: skip
+            self.runs.extend(last, new)
+            held.young_keys += size
+            held.young_bytes += stands_for
+        else:
+            held.note(self.runs.put(new, end, held.bit, held.youngest, last), size, stands_for)
+        held.keys += size
+        held.bytes += stands_for
+
+
+def _lumped(found: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    rest = 0
+    for _, mask in found[STEPS_MOST:]:
+        rest |= mask
+    return [*found[:STEPS_MOST], (1, rest)]

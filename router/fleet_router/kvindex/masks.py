@@ -11,8 +11,8 @@ STEPS_MOST: Final = 8
 """So many different depths are told apart; who holds less counts as holding the first key alone."""
 
 
-LOWEST_BIT: Final = 1 << 6
-"""Of a worker. What is below is the approximate index's own."""
+LOWEST_BIT: Final = 1
+"""Of the first worker."""
 
 
 class Bits:
@@ -43,38 +43,31 @@ class Bits:
             self._free.append(bit)
 
 
-def depths(masks: dict[int, int], keys: Sequence[int], among: int, likely: int = 0) -> list[tuple[int, int]]:
+def depths(masks: dict[int, int], keys: Sequence[int], among: int) -> list[tuple[int, int]]:
     """(keys held, workers), the deepest first, of those in `among`.
 
     Whoever holds a key is taken to hold all before it, so that a depth is found by bisection: a prompt of a thousand keys costs
-    ten look-ups for each different depth, or two for a deepest one that is `likely`: it is looked at first, and then the key
-    behind it. Caches evict the end of a prompt before its beginning; where one does not, the hint is wrong.
+    ten look-ups for each different depth. Caches evict the end of a prompt before its beginning; where one does not, the hint is
+    wrong.
     """
     alive = masks.get(keys[0], 0) & among if keys else 0
     found: list[tuple[int, int]] = []
-    high, guess = len(keys), likely - 1
+    high = len(keys)
     while alive:
         if len(found) == STEPS_MOST:
             found.append((1, alive))
             break
         low, top, here = 0, high, alive
         while top - low > 1:  # they hold the key at `low`; not the one at `top`
-            middle = guess if low < guess < top else low + top >> 1
+            middle = low + top >> 1
             if held := masks.get(keys[middle], 0) & alive:
                 low, here = middle, held
-                guess = likely if middle == likely - 1 else 0
             else:
                 top = middle
         found.append((low + 1, here))
         alive &= ~here
         high = max(1, low)
     return found
-
-
-def add_bit(masks: dict[int, int], keys: Sequence[int], bit: int) -> None:
-    """The worker with this bit holds these."""
-    for key in keys:
-        masks[key] = masks.get(key, 0) | bit
 
 
 def drop_bit(masks: dict[int, int], key: int, bit: int) -> None:
@@ -86,7 +79,7 @@ def drop_bit(masks: dict[int, int], key: int, bit: int) -> None:
         masks.pop(key, None)
 
 
-def without_bit(masks: dict[int, int], bit: int, nobody: int = 0) -> dict[int, int]:
-    """The same without this worker and keys of which no more than `nobody` is left: quicker than key by key where it has much."""
+def without_bit(masks: dict[int, int], bit: int) -> dict[int, int]:
+    """The same without this worker: quicker than key by key where it has much."""
     others = ~bit
-    return {key: left for key, mask in masks.items() if (left := mask & others) > nobody}
+    return {key: left for key, mask in masks.items() if (left := mask & others)}

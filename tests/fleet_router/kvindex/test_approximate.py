@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_router.kvindex.approximate import ENDS_MOST, GENERATIONS, GENERATIONS_MOST, LEAST_KEYS, ApproximateIndex
+from fleet_router.kvindex.approximate import GENERATIONS, GENERATIONS_MOST, LEAST_KEYS, PATH_RUNS, SHARED, ApproximateIndex
 from fleet_router.kvindex.masks import LOWEST_BIT, STEPS_MOST, Bits, depths
 from fleet_router.kvindex.pieces import bytes_of, key_chain
 
@@ -25,8 +25,22 @@ def held(index: ApproximateIndex, keys: list[int], worker: int) -> int:
     return next((depth for depth, mask in index.depths(keys) if mask & LOWEST_BIT * worker), 0)
 
 
-def keys_of(index: ApproximateIndex, worker: str) -> set[int]:
-    return {key for key, value in index.masks.items() if value & index._held[worker].bit}
+def keys_of(index: ApproximateIndex, worker: str) -> list[int]:
+    """Each as often as it is there."""
+    runs = index.runs.by_first.values()
+    return sorted(key for run in runs if run.mask & index._held[worker].bit for key in run.keys)
+
+
+def check_runs(index: ApproximateIndex) -> None:
+    """What is told of runs is so, whatever was sent."""
+    runs = index.runs.by_first
+    assert all(first == run.keys[0] and run.mask for first, run in runs.items())
+    assert sum(len(run.keys) for run in runs.values()) == len(index)
+    for held in index._held.values():
+        mine = [run for run in runs.values() if run.mask & held.bit]
+        assert held.keys == sum(len(run.keys) for run in mine)
+        assert held.bytes == sum(bytes_of(run.start + len(run.keys)) - bytes_of(run.start) for run in mine)
+        assert held.shared.keys() == {run for run in mine if run.generation == SHARED}
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.integers(1, 6), st.booleans()), max_size=40))
@@ -55,7 +69,7 @@ def test_a_worker_never_knows_the_end_of_a_prompt_without_its_beginning(sent: li
     for topic, depth in sent:
         index.add([topic * 100 + i for i in range(depth)], "w")
         for asked in range(31):
-            known = [bool(index.masks.get(asked * 100 + i, 0)) for i in range(12)]
+            known = [asked * 100 + i in keys_of(index, "w") for i in range(12)]
             assert known == sorted(known, reverse=True)
     assert len(index) <= LEAST_KEYS
 
@@ -80,7 +94,8 @@ def test_what_many_prompts_begin_with_is_looked_at_once_in_a_generation():
     for i in range(90):
         index.add([*common, *range(1_000 + 10 * i, 1_010 + 10 * i)], "w")
     one = index._held["w"]
-    assert sum(len(keys) for _, keys in one.young) == one.young_keys == 990
+    assert len(one.young) == 90
+    assert one.young_keys == 990
     assert not one.older
     assert one.keys == len(index) == 990
     index.add([*common, *range(9_000, 9_020)], "w")
@@ -130,10 +145,9 @@ def test_it_forgets_as_a_cache_does_that_evicts_what_was_used_least_lately(sent:
             used.pop(key, None)
             used[key] = None
         known = keys_of(index, "w")
-        assert known == set(index.masks)
-        assert len(known) == index.entries <= capacity
+        assert len(set(known)) == len(known) == len(index) == index.entries <= capacity
         lately = list(used)[-(capacity - capacity // GENERATIONS - 30) :]
-        assert known.issuperset(lately)
+        assert set(known).issuperset(lately)
         assert index._held["w"].bytes == sum(bytes_of(key % 100 + 1) - bytes_of(key % 100) for key in known)
 
 
@@ -192,7 +206,7 @@ def check_beside_plain(steps: list[tuple[str, int, int] | tuple[str]]) -> None:
         if len(step) == 1:  # it comes back, with nothing
             bit = index._held[step[0]].bit
             index.remove(step[0])
-            assert not any(value & bit for value in index.masks.values())
+            assert not any(run.mask & bit for run in index.runs.by_first.values())
             index.join(step[0], bit)
             plain[step[0]] = Plain(LEAST_KEYS)
         else:
@@ -201,10 +215,30 @@ def check_beside_plain(steps: list[tuple[str, int, int] | tuple[str]]) -> None:
             index.add(keys, worker)
             plain[worker].add(keys)
         for worker, known in plain.items():
-            assert keys_of(index, worker) == known.used.keys()
+            assert keys_of(index, worker) == sorted(known.used)
             assert index._held[worker].keys == len(known.used)
             assert index._held[worker].bytes == sum(bytes_of(key % 100 + 1) - bytes_of(key % 100) for key in known.used)
-            assert index._held[worker].shared.keys() <= known.used.keys()
+        check_runs(index)
+
+
+def branched(way: str) -> list[int]:
+    """Keys of a prompt whose pieces are letters: equal beginnings, equal keys."""
+    return [int("1" + way[: end + 1], 3) for end in range(len(way))]
+
+
+@given(st.lists(st.tuples(st.sampled_from("aab"), st.text("012", min_size=1, max_size=9)), max_size=200), st.randoms())
+def test_prompts_that_part_anywhere_are_known_as_the_plain_ones_know_them(sent: list[tuple[str, str]], rng: random.Random):
+    """Every prompt is asked for after every other, one that was sent and one with another end."""
+    index, plain = joined(*"ab", capacity=2 * LEAST_KEYS), {worker: Plain(LEAST_KEYS) for worker in "ab"}
+    for worker, way in sent:
+        asked = branched(way[: rng.randint(0, 9)] + "".join(rng.choices("012", k=4)))
+        index.add(branched(way), worker)
+        plain[worker].add(branched(way))
+        for bit, (name, known) in enumerate(plain.items()):
+            assert keys_of(index, name) == sorted(known.used)
+            expected = next((i for i, key in enumerate(asked) if key not in known.used), len(asked))
+            assert held(index, asked, 1 << bit) == expected
+        check_runs(index)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -222,12 +256,13 @@ def test_keys_that_are_no_chains_leak_nothing(seed: int, capacity: int):
         )
         for worker in "ab":
             assert len(keys_of(index, worker)) == index._held[worker].keys <= bound
-            assert index._held[worker].shared.keys() <= keys_of(index, worker)
+        check_runs(index)
     for worker in "ab":
         index.remove(worker)
         index.join(worker, LOWEST_BIT << "ab".index(worker))
         assert not keys_of(index, worker)
-    assert not index.masks
+    assert not index.runs.by_first
+    assert not len(index)
 
 
 def test_prompts_that_come_again_and_again_cost_no_memory():
@@ -288,35 +323,64 @@ def test_a_long_prompt_costs_few_look_ups_and_many_depths_are_lumped():
     assert union == (1 << 100) - 1
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 40), st.integers(-3, 60))
-def test_where_it_is_looked_first_changes_no_depth(held_by: list[int], size: int, likely: int):
-    masks = {key: sum(1 << i for i, most in enumerate(held_by) if key < most) for key in range(40)}
-    keys = list(range(size))
-    assert depths(masks, keys, -1, likely) == depths(masks, keys, -1)
-    assert depths(masks, keys, 0b101, likely) == depths(masks, keys, 0b101)
+class Looked(dict):
+    looks = 0
+
+    def get(self, *args):
+        self.looks += 1
+        return super().get(*args)
 
 
-def test_where_prompts_with_one_beginning_part_is_looked_at_first():
-    """A system prompt of 10 KB, and a question of a KB behind it."""
+def test_a_prompt_is_found_by_few_looks_whatever_its_length():
+    """A system prompt of 10 KB, and a question of many more behind it: where the questions part, and no further."""
     index = joined("w")
     for beginning in range(3):
         shared = [beginning * 1_000 + i for i in range(34)]
-        index.add(shared, "w")
         for question in range(5):
             keys = [*shared, *(100_000 + 100 * question + 10_000 * beginning + i for i in range(300))]
-            index.masks = masks = Counted(index.masks)
-            assert index.depths(keys) == [(34, LOWEST_BIT)]
-            assert masks.looks <= (3 if question else 12)
-    assert len(index._ends) == 3
+            index.runs.by_first = looked = Looked(index.runs.by_first)
+            assert index.depths(keys) == ([(34, LOWEST_BIT)] if question else [])
+            assert looked.looks <= 2
+            index.add(keys, "w")
 
 
-def test_of_few_beginnings_it_is_noted_where_prompts_part():
-    index = joined("w")
-    for beginning in range(2 * ENDS_MOST + 10):
-        keys = [beginning * 100 + i for i in range(9)]
-        index.add(keys, "w")
-        assert index.depths(keys) == [(9, LOWEST_BIT)]
-        assert len(index._ends) <= ENDS_MOST
+def test_a_conversation_of_many_turns_is_one_run_until_another_one_parts_from_it():
+    index, keys = joined(*"ab"), []
+    for turn in range(60):
+        keys = [*keys, *(100 * turn + i for i in range(5))]
+        index.add(keys, "a")
+    assert [len(run.keys) for run in index.runs.by_first.values()] == [300]
+    index.add([*keys[:100], 9_000, 9_001], "b")
+    assert index.depths(keys) == [(300, LOWEST_BIT), (100, LOWEST_BIT << 1)]
+    assert sorted(len(run.keys) for run in index.runs.by_first.values()) == [2, 100, 200]
+    index.add([*keys, 7_000], "a")
+    assert index.depths([*keys, 7_000]) == [(301, LOWEST_BIT), (100, LOWEST_BIT << 1)]
+    assert len(index.runs.by_first) == 3
+    check_runs(index)
+
+
+def test_a_conversation_that_a_pair_holds_does_not_get_longer_to_look_for():
+    """Each turn is sent to its prefill worker and then held by the decode worker, too: neither has the last run alone."""
+    index, keys = joined(*"pd", capacity=4_000), []
+    for turn in range(100):
+        keys = [*keys, *(10 * turn + i for i in range(3))]
+        index.add(keys, "p")
+        index.add(keys, "d")
+        assert len(index.runs.path(keys)[0]) <= PATH_RUNS + 2
+        assert index.depths([*keys, 5]) == [(len(keys), LOWEST_BIT | LOWEST_BIT << 1)]
+        check_runs(index)
+    assert len(index) == 300
+
+
+def test_many_depths_are_lumped():
+    workers = [f"w{i}" for i in range(12)]
+    index, keys = joined(*workers), list(range(100))
+    for i, worker in enumerate(workers):
+        index.add(keys[: 12 - i], worker)
+    found = index.depths(keys)
+    assert found[:STEPS_MOST] == [(12 - i, LOWEST_BIT << i) for i in range(STEPS_MOST)]
+    assert found[STEPS_MOST:] == [(1, sum(LOWEST_BIT << i for i in range(STEPS_MOST, 12)))]
+    assert index.depths(keys, LOWEST_BIT << 11 | LOWEST_BIT << 5) == [(7, LOWEST_BIT << 5), (1, LOWEST_BIT << 11)]
 
 
 def test_a_prompt_that_comes_again_and_again_pushes_nobody_out():

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fleet_router.kvindex.approximate import GENERATION, ApproximateIndex
+from fleet_router.kvindex.approximate import ApproximateIndex
 from fleet_router.kvindex.precise import SLOW_WORTH, PreciseIndex, key_of
 from fleet_wire.blocks import chain, root_hash
 from fleet_wire.events import BlockRemoved
@@ -59,7 +59,7 @@ def test_who_was_sent_much_is_forgotten_at_once():
         made.learn(keys, "a")
     assert made.entries == 80_000
     made.remove("a")
-    assert (made.entries, made.masks) == (0, {})
+    assert (made.entries, made.runs.by_first, made.runs.keys) == (0, {}, 0)
 
 
 def test_who_was_sent_much_is_forgotten_and_nobody_else():
@@ -70,7 +70,7 @@ def test_who_was_sent_much_is_forgotten_and_nobody_else():
     made.learn(range(1, 11), "b")
     made.remove("a")
     assert (made.depths(range(1, 41)), made.entries, len(made)) == ([(10, 128)], 10, 10)
-    assert all(value > GENERATION for value in made.masks.values())
+    assert all(run.mask for run in made.runs.by_first.values())
     made.join("c", 64)
     made.learn(range(1, 6), "c")
     made.learn(range(100, 400), "b")
