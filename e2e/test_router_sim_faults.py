@@ -20,8 +20,8 @@ from e2e.test_router_sim import KINDS, STREAMS, answer, text_of
 
 pytestmark = pytest.mark.timeout(200)
 SLOW_START = [*ECHO, "--time-to-first-token", "3s"]
-SLOW = [*ECHO, "--inter-token-latency", "20ms"]
-RANDOM = ["--mode", "random", "--inter-token-latency", "20ms"]
+SLOW = [*ECHO, "--inter-token-latency", "100ms"]
+RANDOM = ["--mode", "random", "--inter-token-latency", "100ms"]
 
 
 # -- killed -----------------------------------------------------------------------------------------------------------------
