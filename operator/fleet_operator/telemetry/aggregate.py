@@ -64,6 +64,8 @@ METRICS = frozenset(
     | {TRANSPORT, GBPS, MEMLOCK, HELD, ARRIVALS, LATE, LEASES, PAIR, MOVED, STARTED, ROLE_SAID}
 )
 """Every metric that anything here reads."""
+ENGINES = ("vllm:", "fleet:")
+"""How the names of what engines count begin."""
 UNWATCHED = KvWatch()
 SLOWEST_FIRST = ("none", "tcp", "emulated", "rdma", "shm")
 LOAD_LIMIT = 1e6
@@ -150,15 +152,19 @@ def _doubtful(tier: str, workers: Sequence[WorkerReading], routers: Sequence[Rea
 
 
 def watch_tier(tier: str, before: KvWatch, workers: Sequence[WorkerReading], routers: Mapping[str, Reading | None]) -> KvWatch:
-    """Routers' answers against decode workers' transfers, one reading later. `routers` by a name that lasts."""
-    decode = {worker.pod: worker.reading for worker in workers if worker.tier == tier and worker.role == "decode"}
+    """Routers' answers against decode workers' transfers, one reading later. `routers` by a name that lasts. No KV moves to an
+    engine that starts for the first time: nobody waits for its word."""
+    decode = {
+        worker.pod: worker.reading for worker in workers
+        if worker.tier == tier and worker.role == "decode" and (worker.pod in before.moved or not _is_silent(worker.reading))
+    }  # fmt: skip
     prefill = {worker.pod: worker.reading for worker in workers if worker.tier == tier and worker.role == "prefill"}
     return watched(
         before,
         {name: _count(reading, HANDED, tier=tier) for name, reading in routers.items()},
-        {pod: _count(reading, TRANSFERS) for pod, reading in decode.items()},
-        {pod: _count(reading, FAILED) for pod, reading in decode.items()},
-        {pod: _count(reading, LATE) for pod, reading in prefill.items()},
+        {pod: _engine_count(reading, TRANSFERS) for pod, reading in decode.items()},
+        {pod: _engine_count(reading, FAILED) for pod, reading in decode.items()},
+        {pod: _engine_count(reading, LATE) for pod, reading in prefill.items()},
     )
 
 
@@ -178,6 +184,19 @@ def _count(reading: Reading | None, name: str, **labels: str) -> float | None:
     """A counter that was never raised may be absent from a worker that could be read; what no counter can be was not read."""
     counted = None if reading is None else total(reading.samples, name, **labels) or 0.0
     return counted if counted is not None and 0 <= counted < COUNT_LIMIT else None
+
+
+def _engine_count(reading: Reading | None, name: str) -> float | None:
+    """The same of an engine. An agent answers also while its engine does not: that one has not counted 0 then."""
+    return None if _is_silent(reading) else _count(reading, name)
+
+
+def _is_silent(reading: Reading | None) -> bool:
+    return reading is not None and not _engine_spoke(reading.samples)
+
+
+def _engine_spoke(samples: list[Sample]) -> bool:
+    return any(sample.name.startswith(ENGINES) for sample in samples)
 
 
 def _load_of(reading: Reading, name: str, **labels: str) -> float | None:
@@ -336,7 +355,9 @@ def _window(routers: Sequence[Reading | None], earlier: Sequence[Reading | None]
 
 
 def kv_counts(samples: list[Sample]) -> Counts | None:
-    """What one engine counted of KV transfers; None when it cannot be."""
+    """What one engine counted of KV transfers; None when it cannot be, or when its agent spoke alone."""
+    if not _engine_spoke(samples):
+        return None
     counts = [total(samples, name) or 0.0 for name in (TRANSFERS, BLOCKS, BYTES, FAILED)]
     if not all(0 <= count < COUNT_LIMIT for count in counts):
         return None
@@ -351,7 +372,8 @@ def decode_counts(tier: str, workers: Sequence[WorkerReading]) -> dict[str, Coun
 
 def _proof(workers: list[WorkerReading], now: float, watch: KvWatch) -> KvProof | None:
     """Counters of the tier's decode workers; None when none can be read, or when they count what cannot be."""
-    read = [kv_counts(worker.reading.samples) for worker in workers if worker.role == "decode" and worker.reading is not None]
+    told = [worker.reading.samples for worker in workers if worker.role == "decode" and worker.reading is not None]
+    read = [kv_counts(samples) for samples in told if _engine_spoke(samples)]
     known = [counts for counts in read if counts is not None]
     if not read or len(known) < len(read):
         return None

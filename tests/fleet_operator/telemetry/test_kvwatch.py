@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet_operator.telemetry.aggregate import Reading, WorkerReading, tier_telemetry, watch_tier
+from fleet_operator.telemetry.aggregate import Reading, WorkerReading, decode_counts, tier_telemetry, watch_tier
 from fleet_operator.telemetry.kvwatch import LATE_TOLD_TRANSFERS, KvWatch, watched
+from fleet_operator.telemetry.meter import KvMeter
 from fleet_operator.telemetry.parse import parse_text
 from fleet_planner.fabric import NOT_MOVING_ANSWERS, disaggregating
 
@@ -71,11 +72,16 @@ def test_a_worker_that_is_new_or_gone_is_not_held_against_anybody():
     assert (second.answers, dict(second.moved)) == (None, {"b": 900})
 
 
-def test_a_fleet_that_answers_without_kv_is_told_within_n_answers():
-    """From exposition to condition, 200s flowing all the time."""
+AGENT_ALONE = 'fleet_agent_role_epoch{role="decode"} 3\nfleet_agent_transport_info{transport="tcp"} 1\n'
+"""What a worker's agent answers while its engine starts, says nothing within three seconds, or answers with an error."""
+
+
+@pytest.mark.parametrize("starting", [[], [WorkerReading("t", "decode", Reading(parse_text(AGENT_ALONE), 1.0), "d-1")]])
+def test_a_fleet_that_answers_without_kv_is_told_within_n_answers(starting: list[WorkerReading]):
+    """From exposition to condition, 200s flowing all the time, also while a worker starts."""
     watch, verdict, answered = KvWatch(), ("", "", ""), 0
     decode = Reading(parse_text("vllm:nixl_xfer_time_seconds_count 7\nvllm:nixl_bytes_transferred_sum 70"), 1.0)
-    workers = [WorkerReading("t", "decode", decode, "d-0")]
+    workers = [WorkerReading("t", "decode", decode, "d-0"), *starting]
     for answered in range(40, 61):
         text = f'fleet_router_handed_over_total{{tier="t"}} {answered}\nfleet_router_handed_over_total{{tier="u"}} 5'
         routers = {"r": Reading(parse_text(text), 1.0)}
@@ -119,3 +125,22 @@ def test_a_fleet_whose_kv_is_read_too_late_is_told():
         watch = watch_tier("t", watch, workers, {})
         verdict = disaggregating({"t": tier_telemetry("t", workers, [], [], 1.0, watch)})
     assert verdict[:2] == ("False", "KvReadLate")
+
+
+def test_an_engine_that_said_nothing_once_has_not_counted_from_zero():
+    """All that it had ever counted was taken for new when it spoke again: transfers that failed a week ago were KvFailing, late
+    reads of then KvReadLate, answers without KV were forgotten, and the counters of the status were twice what had moved."""
+    engine = "vllm:num_requests_running 1\nvllm:nixl_xfer_time_seconds_count 7\nvllm:nixl_num_failed_transfers_total 4\n"
+    engine += "vllm:nixl_num_notifications_after_expiry_total 2\n"
+    watch, meter = KvWatch(), KvMeter()
+    for answered, said in enumerate((engine + AGENT_ALONE, AGENT_ALONE, engine + AGENT_ALONE)):
+        told = Reading(parse_text(said), 1.0)
+        workers = [WorkerReading("t", "decode", told, "d-0"), WorkerReading("t", "prefill", told, "p-0")]
+        routers = {"r": Reading(parse_text(f'fleet_router_handed_over_total{{tier="t"}} {answered}'), 1.0)}
+        watch = watch_tier("t", watch, workers, routers)
+        counted = meter.read(decode_counts("t", workers), 1.0)
+        proof = tier_telemetry("t", workers, [], [], 1.0, watch).kv
+        assert (proof is None) == (said == AGENT_ALONE)
+    assert (watch.answers, watch.failed, watch.late) == (1, 0, 0)
+    assert counted is not None
+    assert (counted.transfers, counted.failed) == (7, 4)
