@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fleet_operator.names import FLEET
@@ -25,6 +25,8 @@ POD_LABEL = "pod"
 NAMESPACE_LABEL = "namespace"
 TARGET_LABELS = ("job", "instance")
 """What tells the targets of one pod apart: a scrape without a filter has one per container port."""
+OWN_LABELS = ("class", "decode", "engine", "le", "model_name", "prefill", "revision", "role", "tier", "transport")
+"""Of the metrics themselves: what differs in others alone (a replica of Prometheus, a label of the pod) is one series twice."""
 
 
 def label_name(kubernetes: str) -> str:
@@ -47,33 +49,58 @@ def query(namespace: str, fleet: str, interval_s: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TargetSeries:
-    """One target's first and last scrape in the window; the same one when there was only one."""
+    """One target's first and last reading in the window; the same one when there was only one scrape."""
 
     first: Reading
     last: Reading
 
 
+@dataclass(slots=True)
+class _Target:
+    """Its series, while they are read."""
+
+    times: set[float] = field(default_factory=set)
+    firsts: list[tuple[float, Sample]] = field(default_factory=list)
+    lasts: dict[tuple[str, ...], tuple[float, list[Sample]]] = field(default_factory=dict)
+
+    def add(self, name: str, labels: Mapping[str, str], points: Mapping[float, float]) -> None:
+        """One series; of those that differ in nothing of our own the newest counts, and all that are of one scrape."""
+        self.times.update(points)
+        first, last = min(points), max(points)
+        self.firsts.append((first, Sample(name, labels, points[first])))
+        key, sample = (name, *(labels.get(label, "") for label in OWN_LABELS)), Sample(name, labels, points[last])
+        at, known = self.lasts.setdefault(key, (last, []))
+        if at < last:
+            self.lasts[key] = last, [sample]
+        elif at == last:
+            known.append(sample)
+
+    def read(self) -> TargetSeries:
+        """Its first scrape, and what its last two have: of the last one a part may not have come yet."""
+        first, since = min(self.times), sorted(self.times)[-2:][0]
+        there = [(at, samples) for at, samples in self.lasts.values() if at >= since]
+        last = Reading([sample for _, samples in there for sample in samples], min(at for at, _ in there))
+        return TargetSeries(Reading([sample for at, sample in self.firsts if at == first], first), last)
+
+
 def by_pod(result: Iterable[Mapping[str, Any]]) -> dict[str, list[TargetSeries]]:
     """The `result` of a matrix answer: the targets of each pod. ValueError, KeyError, TypeError and the like when it is none.
 
-    A series that the target's last scrape did not have has ended: it is not part of the last reading.
+    A series that none of the target's last two scrapes had has ended: it is not part of the last reading, which is as old as the
+    oldest sample in it.
     """
-    targets: dict[tuple[str, ...], dict[float, list[Sample]]] = {}
+    targets: dict[tuple[str, ...], _Target] = {}
     for series in result:
         labels = {str(name): str(value) for name, value in series["metric"].items()}
         name, pod = labels.pop("__name__"), labels.get(POD_LABEL)
-        if pod is None:
-            continue
-        scrapes = targets.setdefault((pod, *(labels.get(label, "") for label in TARGET_LABELS)), {})
-        for at, text in series["values"]:
-            value = float(text)
-            if math.isfinite(value):
-                scrapes.setdefault(float(at), []).append(Sample(name, labels, value))
+        told = {float(at): float(text) for at, text in series["values"]}
+        points = {at: value for at, value in told.items() if math.isfinite(value)}
+        if pod is not None and points:
+            key = pod, *(labels.get(label, "") for label in TARGET_LABELS)
+            targets.setdefault(key, _Target()).add(name, labels, points)
     found: dict[str, list[TargetSeries]] = {}
-    for (pod, *_), scrapes in targets.items():
-        if scrapes:
-            first, last = min(scrapes), max(scrapes)
-            found.setdefault(pod, []).append(TargetSeries(Reading(scrapes[first], first), Reading(scrapes[last], last)))
+    for (pod, *_), target in targets.items():
+        found.setdefault(pod, []).append(target.read())
     return found
 
 

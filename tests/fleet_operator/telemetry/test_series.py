@@ -46,9 +46,38 @@ def test_first_and_last_scrape_of_a_pod_with_their_own_times():
     assert found.last.samples[1].labels["role"] == "x"
 
 
+def last(*rows: dict[str, object]) -> tuple[float, dict[str, float]]:
+    """(when, value by metric) of the one target's last reading."""
+    (target,) = by_pod(rows)["p"]
+    assert len({sample.name for sample in target.last.samples}) == len(target.last.samples)
+    return target.last.read_at, {sample.name: sample.value for sample in target.last.samples}
+
+
 def test_a_series_that_ended_is_not_in_the_last_reading():
-    found = by_pod([series("a", "p", (10, "1")), series("b", "p", (10, "2"), (20, "3"))])["p"][0]
-    assert [s.name for s in found.last.samples] == ["b"]
+    assert last(series("a", "p", (10, "1")), series("b", "p", (10, "2"), (20, "3"), (30, "4"))) == (30, {"b": 4})
+
+
+def test_a_scrape_of_which_a_part_has_come_is_not_the_whole():
+    """Remote write sends a scrape in pieces, up to five seconds apart: what Mimir, Thanos Receive and VictoriaMetrics had not got
+    yet was 0, of a router that all its requests had ended, of an engine that its KV counters began anew."""
+    assert last(series("a", "p", (10, "1"), (20, "2")), series("b", "p", (10, "3"), (20, "4"), (30, "5"))) == (
+        20,
+        {"a": 2, "b": 5},
+    )
+
+
+def test_series_of_one_target_that_come_from_two_replicas_are_one_reading():
+    """Thanos takes each series from the replica that had it first: one that is new was all that the last reading had."""
+    old = [(float(at), str(at)) for at in range(10, 60, 10)]
+    assert last(series("old", "p", *old), series("new", "p", (43, "1"), (53, "2"))) == (50, {"old": 50, "new": 2})
+
+
+def test_the_same_series_of_two_replicas_counts_once():
+    rows = [series("a", "p", *((at + late, f"{at}") for at in (10, 20)), prometheus=name) for late, name in ((0, "0"), (3, "1"))]
+    assert last(*rows) == (23, {"a": 20})
+    ranks = [series("a", "p", (10, "1"), (20, "2"), engine=rank) for rank in "01"]
+    (target,) = by_pod(ranks)["p"]
+    assert [sample.value for sample in target.last.samples] == [2, 2]
 
 
 def test_nan_and_series_without_a_pod_are_left_out():
