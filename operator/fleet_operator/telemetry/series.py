@@ -55,6 +55,12 @@ class TargetSeries:
     last: Reading
 
 
+def _ours(labels: Mapping[str, str]) -> dict[str, str]:
+    """As the metric has them: Prometheus calls one `exported_` where its target has another one of that name."""
+    said = {label: labels[f"exported_{label}"] for label in OWN_LABELS if f"exported_{label}" in labels}
+    return {**labels, **said}
+
+
 @dataclass(slots=True)
 class _Target:
     """Its series, while they are read."""
@@ -97,7 +103,7 @@ def by_pod(result: Iterable[Mapping[str, Any]]) -> dict[str, list[TargetSeries]]
         points = {at: value for at, value in told.items() if math.isfinite(value)}
         if pod is not None and points:
             key = pod, *(labels.get(label, "") for label in TARGET_LABELS)
-            targets.setdefault(key, _Target()).add(name, labels, points)
+            targets.setdefault(key, _Target()).add(name, _ours(labels), points)
     found: dict[str, list[TargetSeries]] = {}
     for (pod, *_), target in targets.items():
         found.setdefault(pod, []).append(target.read())

@@ -11,6 +11,7 @@ import yaml
 from fleet_operator.names import FLEET, MANAGED_BY
 from fleet_operator.render.port import ADMIN_PORT
 from fleet_operator.telemetry.aggregate import METRICS
+from fleet_operator.telemetry.parse import total
 from fleet_operator.telemetry.series import by_pod, label_name, of_pod, query, quoted
 
 
@@ -78,6 +79,16 @@ def test_the_same_series_of_two_replicas_counts_once():
     ranks = [series("a", "p", (10, "1"), (20, "2"), engine=rank) for rank in "01"]
     (target,) = by_pod(ranks)["p"]
     assert [sample.value for sample in target.last.samples] == [2, 2]
+
+
+def test_a_label_of_the_pod_that_has_the_name_of_one_of_ours_takes_nothing_from_it():
+    """Prometheus' own example makes labels of all of a pod's (labelmap), and podTemplate may have a `tier`: ours is exported_tier
+    then. Routers were taken to have sent nothing to any tier, and no canary was ever judged."""
+    told = {"exported_tier": "t", "tier": "gpu", "exported_pod": "q", "role": "decode", "inferencefleet_io_role": "router"}
+    (target,) = by_pod([series("fleet_router_inflight", "p", (10, "4"), **told)])["p"]
+    assert total(target.last.samples, "fleet_router_inflight", role="decode", tier="t") == 4
+    both = [series("fleet_router_inflight", "p", (10, "4"), **told | {"exported_tier": tier}) for tier in "tu"]
+    assert [sample.labels["tier"] for sample in by_pod(both)["p"][0].last.samples] == ["t", "u"]
 
 
 def test_nan_and_series_without_a_pod_are_left_out():
