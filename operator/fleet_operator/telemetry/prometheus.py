@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from fleet_api.v1alpha1 import InferenceFleet
@@ -32,6 +32,9 @@ from fleet_operator.telemetry.series import TargetSeries, by_pod, of_pod, query
 from fleet_planner.types import KvProof, TierTelemetry
 from fleet_wire.address import in_url
 
+if TYPE_CHECKING:
+    from requests import Response
+
 THREADS_NAME = "prometheus"
 THREADS = 16
 """Questions at the same time."""
@@ -46,6 +49,13 @@ MAX_WATCHES = 10_000
 MAX_SERIES = 50_000
 MAX_BYTES = 32 * 1024 * 1024
 """Some 1,000 workers, scraped every second."""
+PARTIAL = b'"warnings":["', b'"isPartial":true'
+"""What Prometheus (remote read), Thanos and VictoriaMetrics write beside an answer that may lack series. In a label they
+would be escaped."""
+
+
+class PartialAnswer(Exception):
+    """Some of what the server asks did not answer it: what is missing is not known, and not 0."""
 
 
 class PrometheusTelemetry:
@@ -186,6 +196,7 @@ def ask(url: str, question: str, at: float, line: Line) -> dict[str, list[Target
     session = Session()
     session.trust_env = False
     session.max_redirects = 0
+    session.hooks["response"].append(refuse_partial)
     with PrometheusConnect(url.rstrip("/"), session=session, timeout=REQUEST_TIMEOUT_S) as client:
         adapter = BoundedAdapter(line, MAX_BYTES)
         # the library mounts one of its own for its URL, and `requests` may spell that differently
@@ -195,6 +206,12 @@ def ask(url: str, question: str, at: float, line: Line) -> dict[str, list[Target
     if len(found) > MAX_SERIES:
         raise ValueError(f"more than {MAX_SERIES} series")
     return by_pod(found)
+
+
+def refuse_partial(answer: Response, *_: Any, **__: Any) -> None:
+    """PartialAnswer; the library drops the words that say so."""
+    if any(words in answer.content for words in PARTIAL):
+        raise PartialAnswer
 
 
 def host_of(url: str) -> str:

@@ -259,6 +259,24 @@ def test_a_part_of_the_series_is_not_taken_for_all(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
+    "more",
+    ['"status":"success","warnings":["No StoreAPI answered: receive-2"],"infos":[]', '"status":"success","isPartial":true'],
+    ids=["thanos", "victoriametrics"],
+)
+def test_an_answer_that_calls_itself_partial_is_not_taken_for_all(more: str):
+    """The library drops these words. With a part of the receivers away a router's requests in flight were 0."""
+    for body in (matrix("p", "d").replace('"status": "success"', more), "{" + more + "," + matrix("p", "d")[1:]):
+        found = asked(lambda handler, body=body: reply(handler, body))  # type: ignore[misc]
+        assert found.problem.endswith("gave no samples: PartialAnswer")
+        assert found.prefill.inflight is None
+
+
+@pytest.mark.parametrize("more", ['"warnings":[]', '"isPartial":false', '"infos":["metric might not be a counter"]'])
+def test_an_answer_that_is_whole_is_taken(more: str):
+    assert asked(lambda handler: reply(handler, "{" + more + "," + matrix("p", "d")[1:])).prefill.inflight == 4
+
+
+@pytest.mark.parametrize(
     "url", ["http://prom:99999999", "http://prom:none", "http://[::1", "http://%", "http://.", "http://a..b"]
 )
 def test_an_url_that_the_schema_lets_pass_and_that_is_none(url: str):
