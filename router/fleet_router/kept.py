@@ -2,23 +2,31 @@
 would go down, which whoever reads it takes for a restart of them all: everything they ever counted would have come since.
 
 So what each tells last lies in memory that its parent holds, and whoever comes in its place goes on from there. What it counted
-after that nobody was told of.
+after that nobody was told of. Of revisions and adapters that are gone only a few are remembered: each life has its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import struct
+from collections.abc import Collection, Mapping
 from typing import Final
 
+from fleet_router.config import RouterConfig
+from fleet_router.explain.inference_metrics import MODELS_MOST
 from fleet_router.members import summed
+from fleet_router.metrics import REVISIONS_MOST
 
 HALF_BYTES: Final = 16 * 1024 * 1024
 """There is room for two texts: a process that is killed while it writes one leaves the one before."""
 FIRST_AT: Final = 4_096
 HEAD: Final = struct.Struct("=QQ")
 """Where the text lies that was told last, and its length in bytes."""
+NAMES_MOST: Final = {"revision": REVISIONS_MOST // 2, "model_name": MODELS_MOST // 2}
+"""Of each label as many values are kept whatever they are; where there are more, those alone that are there now."""
+There = Mapping[str, Collection[str]]
 
 
 class Kept:
@@ -28,9 +36,13 @@ class Kept:
         self._place, self._half = place, 0
         self._before = cumulative(self._read())
         """Of those that were in this place before."""
+        self._bounded = False
 
-    def with_before(self, text: str) -> str:
-        """What this process has counted, as Prometheus text, with what those before it had. It is told next."""
+    def with_before(self, text: str, there: There | None = None) -> str:
+        """What this process has counted, as Prometheus text, with what those before it had. It is told next. `there`: by label,
+        what is there now; None: nobody knows yet."""
+        if there is not None and not self._bounded:
+            self._before, self._bounded = bounded(self._before, there), True
         whole = summed([text, self._before]) if self._before else text
         self._write(whole.encode())
         return whole
@@ -63,3 +75,20 @@ def cumulative(text: str) -> str:
         if grows and not line.endswith((" 0", " 0.0")):
             kept.append(line)
     return "".join(f"{line}\n" for line in kept)
+
+
+def there_now(live: Collection[tuple[str, str]], config: RouterConfig) -> There | None:
+    """`live`: (tier, revision) of those that have workers; without any it is not known who will be there."""
+    if not live:
+        return None
+    return {"revision": {revision for _, revision in live}, "model_name": {config.served_name, *config.adapters}}
+
+
+def bounded(text: str, there: There) -> str:
+    """Without series of what is gone, where they are of more than NAMES_MOST."""
+    for label, most in NAMES_MOST.items():
+        said = re.compile(rf'[{{,]{label}="([^"]*)"')
+        named = [(line, found[1] if (found := said.search(line)) else None) for line in text.splitlines()]
+        if len({name for _, name in named if name is not None}) > most:
+            text = "".join(f"{line}\n" for line, name in named if name is None or name in there[label])
+    return text

@@ -35,7 +35,7 @@ from fleet_router.gossip.link import GossipError, GossipSettings, Link
 from fleet_router.gossip.share import Share
 from fleet_router.hints import wanted_headers
 from fleet_router.histogram import fold_all
-from fleet_router.kept import Kept
+from fleet_router.kept import Kept, there_now
 from fleet_router.listening import wait_of
 from fleet_router.members import Answer, Member, serve
 from fleet_router.metrics import COMPILED, Metrics
@@ -357,7 +357,9 @@ class Router:
         if path == DECISIONS:
             return decisions_here(self._recorder, url, self._clock())
         status, _, body = self.plain(url)
-        return status, self._kept.with_before(body.decode()).encode() if path == b"/metrics" else body
+        if path == b"/metrics":
+            body = self._kept.with_before(body.decode(), there_now(self._context.metrics.live, self._context.config)).encode()
+        return status, body
 
     async def gather(self, url: bytes) -> Answer:
         """Of all of them, to a client."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from pathlib import Path
 
 from fleet_operator.telemetry.scrape import MAX_BYTES
@@ -72,3 +74,42 @@ def test_adapters_that_came_and_went_leave_a_router_as_little_to_say_as_its_oper
     counts = router._recorder.counts
     assert {"", *names[-ADAPTERS_MOST:]} <= counts.models.keys()
     assert len(router.plain(b"/metrics")[2]) < MAX_BYTES * 3 // 4  # revisions, tenants and workers have lines, too
+
+
+def test_what_processes_that_died_had_counted_of_what_is_gone_does_not_add_up_for_ever():
+    """Each life left what it had of its adapters and revisions to the next: after a few deaths the operator, which reads 4 MiB
+    of a router, knew nothing of its load any more, and after more of them counters fell with each death."""
+    place = os.memfd_create("counts", 0)
+    try:
+        for life in range(6):
+            names = [f"{life}{number:0127d}" for number in range(ADAPTERS_MOST)]
+            router = Router(Settings("dir:/none", "127.0.0.1", 0, Path("/none"), counts=place))
+            asyncio.run(router.answer(b"/metrics"))  # before it knows who serves
+            for number in range(REVISIONS_MOST):
+                router.apply(documents(f"r{life}-{number}", *names))
+                router._context.metrics.of("changed", f"r{life}-{number}").requests += 1
+            router._context.metrics.of("kept", "first").requests += 1
+            for adapter in ("", *names):
+                ended(router._recorder.counts, adapter)
+            told = asyncio.run(router.answer(b"/metrics"))[1].decode()
+            assert len(told) < MAX_BYTES * 3 // 4 + MAX_BYTES // 8
+            assert told.count("fleet_router_revision_requests_total{") <= 2 * REVISIONS_MOST
+            assert f'fleet_router_revision_requests_total{{tier="kept",revision="first"}} {life + 1}\n' in told
+            assert f'request_total{{model_name="m",target_model_name="m"}} {life + 1}\n' in told
+    finally:
+        os.close(place)
+
+
+def test_the_few_revisions_of_a_usual_fleet_are_kept_though_they_are_gone():
+    """One that is returned to counts on."""
+    place = os.memfd_create("counts", 0)
+    try:
+        for life in range(3):
+            router = Router(Settings("dir:/none", "127.0.0.1", 0, Path("/none"), counts=place))
+            router.apply(documents(f"r{life}"))
+            router._context.metrics.of("changed", f"r{life}").requests += 1
+            told = asyncio.run(router.answer(b"/metrics"))[1].decode()
+        for life in range(3):
+            assert f'fleet_router_revision_requests_total{{tier="changed",revision="r{life}"}} 1\n' in told
+    finally:
+        os.close(place)
