@@ -235,7 +235,7 @@ def _breach(analysis: AnalysisSpec, new: RevisionLoad | None, stable: RevisionLo
     for requests, errors in ((new.requests, new.errors), (new.total_requests, new.total_errors)):
         if requests >= analysis.min_requests and errors > requests * analysis.error_rate:
             return f"{errors:.0f} of {requests:.0f} requests failed, {analysis.error_rate:.2%} may"
-    if stable is None or min(new.requests, stable.requests) < analysis.min_requests:
+    if stable is None or min(_timed(new), _timed(stable)) < analysis.min_requests:
         return ""  # p99 of a few requests is the slowest of them: the old revision's is no measure either
     for name, factor, mine, theirs in (
         ("TTFT", analysis.ttft_p99, new.ttft_p99_s, stable.ttft_p99_s),
@@ -244,6 +244,11 @@ def _breach(analysis: AnalysisSpec, new: RevisionLoad | None, stable: RevisionLo
         if mine is not None and theirs is not None and theirs > 0 and mine > theirs * parse_factor(factor):
             return f"{name} p99 is {mine:.3f} s, {mine / theirs:.2f}x of the old revision's {theirs:.3f} s; {factor} is allowed"
     return ""
+
+
+def _timed(load: RevisionLoad) -> float:
+    """Requests of the window whose first token was seen: those of streams."""
+    return load.requests if load.streams is None else min(load.requests, load.streams)
 
 
 def _at(text: str, default: float) -> float:

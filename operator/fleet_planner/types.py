@@ -213,6 +213,8 @@ class RevisionLoad:
     itl_p99_s: float | None = None
     partial: bool = False
     """Some router could not be read: it counted more."""
+    streams: float | None = None
+    """Requests of the window whose latency is known; None: nobody says."""
 
 
 @dataclass(frozen=True, slots=True)

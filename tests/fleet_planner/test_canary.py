@@ -108,6 +108,14 @@ def test_latency_is_not_compared_with_that_of_a_few_requests():
     assert follow(spec(), scene(), scene((1, 1), {OLD: slow, NEW: GOOD}, NOW + 1)).target == OLD
 
 
+@pytest.mark.parametrize(("streams", "target"), [((100, 1), NEW), ((19, 100), NEW), ((20, 20), OLD), ((100, 100), OLD)])
+def test_latency_is_not_compared_by_that_of_a_few_streams(streams: tuple[float, float], target: str):
+    """Only of streams is it known when they began. Where most clients do not ask for one, p99 was that of the one who did, among
+    a hundred requests: its prompt was long, and a good revision went back for it."""
+    old, new = replace(GOOD, streams=streams[0]), replace(GOOD, ttft_p99_s=4.0, streams=streams[1])
+    assert follow(spec(), scene(), scene((1, 1), {OLD: old, NEW: new}, NOW + 1)).target == target
+
+
 def test_a_breach_while_the_rest_follows_rolls_back_too():
     promoted = RolloutStatus(stable=OLD, target=NEW, step=2)
     course = plot_course(spec(), promoted, scene((3, 6), {OLD: GOOD, NEW: replace(GOOD, errors=9)}))

@@ -322,23 +322,25 @@ def _revision_load(
     tier: str, name: str, routers: Sequence[Reading | None], earlier: Sequence[Reading | None]
 ) -> RevisionLoad:  # fmt: skip
     never: list[None] = [None] * len(routers)
+    mine = {"tier": tier, "revision": name}
     return RevisionLoad(
-        requests=_counted(routers, earlier, REQUESTS, tier, name),
-        errors=_counted(routers, earlier, ERRORS, tier, name),
-        total_requests=_counted(routers, never, REQUESTS, tier, name),
-        total_errors=_counted(routers, never, ERRORS, tier, name),
-        ttft_p99_s=_window(routers, earlier, TTFT, tier=tier, revision=name),
-        itl_p99_s=_window(routers, earlier, ITL, tier=tier, revision=name),
+        requests=_counted(routers, earlier, REQUESTS, **mine),
+        errors=_counted(routers, earlier, ERRORS, **mine),
+        total_requests=_counted(routers, never, REQUESTS, **mine),
+        total_errors=_counted(routers, never, ERRORS, **mine),
+        ttft_p99_s=_window(routers, earlier, TTFT, **mine),
+        itl_p99_s=_window(routers, earlier, ITL, **mine),
         partial=None in routers,
+        streams=_counted(routers, earlier, f"{TTFT}_bucket", le="+Inf", **mine),
     )
 
 
-def _counted(routers: Sequence[Reading | None], earlier: Sequence[Reading | None], name: str, tier: str, revision: str) -> float:
+def _counted(routers: Sequence[Reading | None], earlier: Sequence[Reading | None], name: str, **labels: str) -> float:
     """How much a counter grew over the window, all routers together; one that went back (a restart) counts from zero."""
     grown = 0.0
     for new, old in zip(routers, earlier, strict=True):
-        after = (total(new.samples, name, tier=tier, revision=revision) or 0.0) if new is not None else 0.0
-        before = (total(old.samples, name, tier=tier, revision=revision) or 0.0) if old is not None else 0.0
+        after = (total(new.samples, name, **labels) or 0.0) if new is not None else 0.0
+        before = (total(old.samples, name, **labels) or 0.0) if old is not None else 0.0
         grown += after - before if after >= before else after
     return grown
 

@@ -23,8 +23,8 @@ Counts = dict[str, tuple[int, int, int]]
 BEFORE: Counts = {OLD: (1_000, 10, 0)}
 AFTER: Counts = {OLD: (1_100, 11, 0), NEW: (50, 5, 50)}
 EXPECTED = {
-    OLD: RevisionLoad(100, 1, 1_100, 11, pytest.approx(0.99), pytest.approx(0.99)),
-    NEW: RevisionLoad(50, 5, 50, 5, pytest.approx(9.91), pytest.approx(9.91)),
+    OLD: RevisionLoad(100, 1, 1_100, 11, pytest.approx(0.99), pytest.approx(0.99), streams=100),
+    NEW: RevisionLoad(50, 5, 50, 5, pytest.approx(9.91), pytest.approx(9.91), streams=50),
 }
 
 
@@ -90,7 +90,7 @@ def test_requests_errors_and_latency_of_each_revision_reach_the_judge(source: Ca
 def test_routers_add_up_and_the_slowest_speaks():
     old, new = (Reading(parse_text(exposition(counts)), 1_000.0) for counts in (BEFORE, AFTER))
     found = tier_telemetry("t", [], [new, new, None], [old, None, None], 1_000.0).revisions
-    assert found[OLD] == RevisionLoad(1_200, 12, 2_200, 22, pytest.approx(0.99), pytest.approx(0.99), partial=True)
+    assert found[OLD] == RevisionLoad(1_200, 12, 2_200, 22, pytest.approx(0.99), pytest.approx(0.99), True, 1_200)
     assert (found[NEW].requests, found[NEW].errors) == (100, 10)
 
 

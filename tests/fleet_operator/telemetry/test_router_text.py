@@ -62,8 +62,9 @@ def test_every_revisions_requests_errors_and_latencies_are_read():
     streams(metrics, "t", NEW, ttft_s=SLOW_S, itl_s=0.4, errors=7)
     streams(metrics, "u", NEW, ttft_s=30.0, errors=9)  # another tier's are not ours
     found = told(metrics, before)
-    assert found.revisions[OLD] == RevisionLoad(100, 0, 200, 2, pytest.approx(0.05, abs=0.001), pytest.approx(FAST_S, abs=0.001))
-    assert found.revisions[NEW] == RevisionLoad(100, 7, 100, 7, pytest.approx(SLOW_S, abs=0.1), pytest.approx(0.4, abs=0.01))
+    fast, slow = pytest.approx(FAST_S, abs=0.001), pytest.approx(0.4, abs=0.01)
+    assert found.revisions[OLD] == RevisionLoad(100, 0, 200, 2, pytest.approx(0.05, abs=0.001), fast, streams=100)
+    assert found.revisions[NEW] == RevisionLoad(100, 7, 100, 7, pytest.approx(SLOW_S, abs=0.1), slow, streams=100)
     assert (found.prefill.inflight, found.decode.inflight) == (3, 5)
     assert found.prefill.ttft_p99_s == pytest.approx(SLOW_S, abs=0.1)
     assert found.decode.itl_p99_s == pytest.approx(0.4, abs=0.01)
@@ -73,7 +74,7 @@ def test_a_revision_that_nobody_asked_has_no_latency():
     """No data is not zero: a canary is not judged by it."""
     metrics = Metrics()
     metrics.of("t", NEW)
-    assert told(metrics).revisions == {NEW: RevisionLoad(0, 0, 0, 0, None, None)}
+    assert told(metrics).revisions == {NEW: RevisionLoad(0, 0, 0, 0, None, None, streams=0)}
 
 
 @pytest.mark.parametrize(
