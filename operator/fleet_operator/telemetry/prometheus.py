@@ -27,6 +27,7 @@ from fleet_operator.telemetry.aggregate import WorkerReading, decode_counts, tie
 from fleet_operator.telemetry.kvwatch import KvWatch
 from fleet_operator.telemetry.line import Line
 from fleet_operator.telemetry.meter import KvMeter, metered
+from fleet_operator.telemetry.newest import Newest, Targets
 from fleet_operator.telemetry.scrape import is_running, is_running_worker, life_of, tiers_of
 from fleet_operator.telemetry.series import TargetSeries, by_pod, of_pod, query
 from fleet_planner.types import KvProof, TierTelemetry
@@ -65,6 +66,7 @@ class PrometheusTelemetry:
         self._now = now
         self._watches: dict[tuple[str, str, str], KvWatch] = {}
         """By fleet (`life_of`) and tier."""
+        self._newest = Newest()
         self._meters: dict[tuple[str, str, str], KvMeter] = {}
         self._threads = ThreadPoolExecutor(THREADS + LEFT_MOST, thread_name_prefix=THREADS_NAME)
         self._gate = asyncio.Semaphore(THREADS)
@@ -79,8 +81,9 @@ class PrometheusTelemetry:
         try:
             answer = await self._ask(url, question, now)
             known = {tier: self._watches.get((*key, tier), KvWatch()) for tier in tiers_of(fleet, pods)}
-            workers = workers_of(pods, answer)
-            found, watches = telemetry_of(pods, workers, answer, now, known)
+            targets = self._newest.of(key, targets_of(pods, answer), now)
+            workers = workers_of(pods, targets)
+            found, watches = telemetry_of(pods, workers, targets, now, known)
             self._remember(key, watches)
             return {name: replace(one, kv=self._metered((*key, name), workers, one.kv, now)) for name, one in found.items()}
         except Exception as error:  # requests, urllib3, the library and a wrong answer all raise their own; none may stop us
@@ -151,8 +154,17 @@ class PrometheusTelemetry:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def workers_of(pods: list[Object], series: dict[str, list[TargetSeries]]) -> list[WorkerReading]:
-    """A running pod without series is a worker that could not be read; series of other pods do not count."""
+def targets_of(pods: list[Object], series: dict[str, list[TargetSeries]]) -> Targets:
+    """The target that speaks for each pod; series of other pods do not count."""
+    return {pod["metadata"]["name"]: of_pod(series.get(pod["metadata"]["name"], ()), _made_at(pod)) for pod in pods}
+
+
+def _made_at(pod: Object) -> float:
+    return timestamp(pod["metadata"].get("creationTimestamp")) or 0.0
+
+
+def workers_of(pods: list[Object], targets: Targets) -> list[WorkerReading]:
+    """A running pod without series is a worker that could not be read."""
     return [
         WorkerReading(
             pod["metadata"]["labels"].get(TIER, ""),
@@ -160,25 +172,20 @@ def workers_of(pods: list[Object], series: dict[str, list[TargetSeries]]) -> lis
             target.last if target else None,
             pod["metadata"]["name"],
         )
-        for pod, target in ((pod, _target_of(pod, series)) for pod in pods if is_running_worker(pod))
+        for pod, target in ((pod, targets.get(pod["metadata"]["name"])) for pod in pods if is_running_worker(pod))
     ]
-
-
-def _target_of(pod: Object, series: dict[str, list[TargetSeries]]) -> TargetSeries | None:
-    meta = pod["metadata"]
-    return of_pod(series.get(meta["name"], ()), timestamp(meta.get("creationTimestamp")) or 0.0)
 
 
 def telemetry_of(
     pods: list[Object],
     workers: list[WorkerReading],
-    series: dict[str, list[TargetSeries]],
+    targets: Targets,
     now: float,
     before: dict[str, KvWatch],
 ) -> tuple[dict[str, TierTelemetry], dict[str, KvWatch]]:
     """Per tier, and what to compare the next answer with."""
     router_pods = [pod for pod in pods if pod["metadata"]["labels"].get(ROLE) == ROUTER_ROLE and is_running(pod)]
-    routers = [_target_of(pod, series) for pod in router_pods]
+    routers = [targets.get(pod["metadata"]["name"]) for pod in router_pods]
     earlier = [target.first if target else None for target in routers]
     latest = [target.last if target else None for target in routers]
     by_router = {pod["metadata"]["name"]: reading for pod, reading in zip(router_pods, latest, strict=True)}

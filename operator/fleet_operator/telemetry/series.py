@@ -53,6 +53,8 @@ class TargetSeries:
 
     first: Reading
     last: Reading
+    newest: float
+    """When its last scrape was, of which `last` may not have everything."""
 
 
 def _ours(labels: Mapping[str, str]) -> dict[str, str]:
@@ -83,10 +85,10 @@ class _Target:
 
     def read(self) -> TargetSeries:
         """Its first scrape, and what its last two have: of the last one a part may not have come yet."""
-        first, since = min(self.times), sorted(self.times)[-2:][0]
+        first, since, newest = min(self.times), sorted(self.times)[-2:][0], max(self.times)
         there = [(at, samples) for at, samples in self.lasts.values() if at >= since]
         last = Reading([sample for _, samples in there for sample in samples], min(at for at, _ in there))
-        return TargetSeries(Reading([sample for at, sample in self.firsts if at == first], first), last)
+        return TargetSeries(Reading([sample for at, sample in self.firsts if at == first], first), last, newest)
 
 
 def by_pod(result: Iterable[Mapping[str, Any]]) -> dict[str, list[TargetSeries]]:

@@ -209,6 +209,31 @@ def test_kv_counters_do_not_go_down_when_an_engine_starts_again():
         assert asyncio.run(go(url)) == [5, 9, 11]
 
 
+def test_two_replicas_behind_one_address_are_not_a_clock_that_goes_back():
+    """A Service before two replicas of Prometheus answers by turns from scrapes that are seconds apart: each older answer was an
+    engine that had begun anew, its KV counted twice in the status, its failures of last week as new ones."""
+    turns = [(998.0, 9), (995.0, 8), (999.0, 10), (996.0, 9), (None, 0), (996.5, 9)]
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        at, moved = turns.pop(0)
+        whole = json.loads(matrix(*(("p", "d") if at else ("p",)), at=at or 999.5))
+        if at:
+            metric = {"__name__": "vllm:nixl_xfer_time_seconds_count", "pod": "d"}
+            whole["data"]["result"].append({"metric": metric, "values": [[at, str(moved)]]})
+        reply(handler, json.dumps(whole))
+
+    async def go(url: str) -> list[Any]:
+        telemetry = PrometheusTelemetry(lambda: 1_000.0)
+        found = [(await telemetry.collect(fleet(url), url, PODS))["t"] for _ in range(len(turns))]
+        await telemetry.close()
+        return found
+
+    with served(answer) as url:
+        found = asyncio.run(go(url))
+    assert [one.kv.transfers for one in found] == [9, 9, 10, 10, 10, 10]
+    assert [one.decode.measured_at for one in found] == [998, 998, 999, 999, None, 999]
+
+
 def test_no_more_is_read_than_allowed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prometheus, "MAX_BYTES", 1_000_000)
     bomb = gzip.compress(b" " * 2_000_000)
