@@ -278,9 +278,8 @@ class Router:
                 await port.close()
             self._context.holding.stop()
             self._prewarm.stop()
-            await asyncio.gather(
-                self._drain(), *([self._picker.stop(self._settings.drain_s)] if self._picker is not None else [])
-            )
+            picking = [self._picker.stop(self._settings.drain_s)] if self._picker is not None else []
+            await asyncio.gather(self._drain(), *picking)
         finally:
             for task in (stopping, *tasks):
                 task.cancel()
@@ -298,13 +297,13 @@ class Router:
             print(f"NotInstalled: --ext-proc-port needs inferencefleet[epp]: {error}", file=sys.stderr, flush=True)
             return False
         self._picker = EndpointPicker(self._context, self._undecided, self._settings.failure_mode)
+        host, shared = self._settings.host, self._settings.member.size > 1
         try:
-            wanted = self._settings
-            bound = await self._picker.start(wanted.host, port, self._certificates, shared=wanted.member.size > 1)
+            bound = await self._picker.start(host, port, self._certificates, shared=shared)
         except OSError as error:
-            print(f"AddressInUse: {authority(self._settings.host, port)} cannot be bound: {error}", file=sys.stderr, flush=True)
+            print(f"AddressInUse: {authority(host, port)} cannot be bound: {error}", file=sys.stderr, flush=True)
             return False
-        self._journal.say("ext-proc", host=self._settings.host, port=bound)
+        self._journal.say("ext-proc", host=host, port=bound)
         return True
 
     def _undecided(self) -> str:
