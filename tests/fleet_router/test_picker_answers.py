@@ -18,6 +18,9 @@ from tests.fleet_router.rig import Rig, ask, run, until
 from tests.fleet_router.test_picker import EVENTS, STREAM, answer_of, body_of, exchanged, head_of, known
 from tests.fleet_router.test_picker_connections import calling, serving
 
+ENVOY = (("x-envoy-internal", "true"),)
+"""What an Envoy's own calls have."""
+
 
 def overloaded() -> list[Any]:
     """As Envoy answers above its bound of requests under way."""
@@ -120,11 +123,13 @@ def test_a_stream_that_a_gateway_collects_is_nothing_against_its_worker_however_
     run(go, prefill=0)
 
 
-def test_only_a_gateway_that_says_who_served_is_told_whom_to_fall_back_to():
-    """Envoy AI Gateway takes what it is told for one address: of each request it found nobody there, which was 503."""
+@pytest.mark.parametrize(("metadata", "numbers"), [(ENVOY, [1, 1, 3, 3, 1]), ((), [1, 1, 1, 1, 1])], ids=["envoy", "other"])
+def test_only_an_envoy_that_says_who_served_is_told_whom_to_fall_back_to(metadata: Any, numbers: list[int]):
+    """Envoy AI Gateway takes what it is told for one address: of each request it found nobody there, which was 503. agentgateway
+    does so, too (agentgateway#1444), and says who served: after its first answer each of its requests was 503."""
 
     async def asked_by_gateway(port: int, served: str) -> list[str]:
-        async with calling(port) as call:
+        async with calling(port, metadata) as call:
             for message in (head_of(), body_of(ask(prompt="short"))):
                 await call.write(message)
             said = (await call.read()).request_headers.response.header_mutation.set_headers
@@ -143,7 +148,7 @@ def test_only_a_gateway_that_says_who_served_is_told_whom_to_fall_back_to():
         known(rig)
         async with serving(rig, None) as port:
             told = [len(await asked_by_gateway(port, served)) for served in ("", "10.0.0.9:1", "10.0.0.9:1", "", "")]
-            assert told == [1, 1, 3, 3, 1]
+            assert told == numbers
 
     run(go, prefill=0, decode=4)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -185,14 +185,14 @@ def test_gateways_that_do_not_leave_are_waited_for_no_longer_than_half_of_the_ti
 
 
 @contextlib.asynccontextmanager
-async def calling(port: int, **options: int) -> AsyncIterator[Any]:
-    """A gateway's call for one request; `options`: of its channel."""
+async def calling(port: int, metadata: Sequence[tuple[str, str]] = (), **options: int) -> AsyncIterator[Any]:
+    """A gateway's call for one request; `metadata`: its own headers; `options`: of its channel."""
     given = [(f"grpc.{name}", value) for name, value in options.items()]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=given) as channel:
         yield channel.stream_stream(
             f"/{SERVICE}/Process", request_serializer=ProcessingRequest.SerializeToString,
             response_deserializer=ProcessingResponse.FromString,
-        )()  # fmt: skip
+        )(metadata=metadata)  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", [FULL_DUPLEX, BUFFERED])
@@ -323,6 +323,9 @@ def test_without_its_tenants_a_router_lets_nobody_in_whatever_its_failure_mode(m
     class Call:
         def peer(self) -> str:
             return "ipv4:10.0.0.1:1"
+
+        def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+            return ()
 
         async def abort(self, *_: object) -> None:
             raise Failed

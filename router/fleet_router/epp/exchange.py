@@ -45,9 +45,9 @@ OVERLOADED = "x-envoy-overloaded"
 
 
 class Exchange:
-    """The gateway's side of one request. `gateway`: whose it is; `telling`: gateways that say who served, and so take several
-    endpoints for a request. Others take a list for one address (Envoy's ORIGINAL_DST, with which Envoy AI Gateway goes by the
-    header), and find nobody there."""
+    """The gateway's side of one request. `gateway`: whose it is; `telling`: those that say who served, and so take several
+    endpoints for a request; None: this one takes one, whatever it says. Others take a list for one address (Envoy's ORIGINAL_DST,
+    with which Envoy AI Gateway goes by the header), and find nobody there."""
 
     def __init__(self, context: Context, gateway: str = "", telling: set[str] | None = None) -> None:
         self._context = context

@@ -48,6 +48,9 @@ KEEPALIVE_MS: Final = 60_000
 PINGS_MS: Final = 200
 """A gateway may ask as often whether the connection stands (Envoy's `connection_keepalive`). By gRPC's own bound, five minutes,
 it is closed after the third time, with all requests on it."""
+ENVOYS_OWN: Final = "x-envoy-internal"
+"""Calls that an Envoy makes for itself have this header. Others take one endpoint, whatever they say of who served
+(agentgateway#1444)."""
 TOLD_S: Final = 0.25
 """For the last words to a gateway."""
 LEAVING_S: Final = 10.0
@@ -69,7 +72,7 @@ class EndpointPicker:
         self.exchanges: set[Exchange] = set()
         """Requests that gateways proxy now."""
         self._telling: set[str] = set()
-        """Addresses of gateways that say who served."""
+        """Addresses of Envoys that say who served."""
         self._server: Any = None
         self._asked_at = -inf
         """When a gateway has asked last."""
@@ -157,7 +160,8 @@ class EndpointPicker:
         self._asked_at = asyncio.get_running_loop().time()
         if len(self._telling) > CONNECTIONS_MOST:
             self._telling.clear()
-        exchange = Exchange(self._context, call.peer().rpartition(":")[0], self._telling)
+        telling = self._telling if ENVOYS_OWN in {key for key, _ in call.invocation_metadata()} else None
+        exchange = Exchange(self._context, call.peer().rpartition(":")[0], telling)
         self.exchanges.add(exchange)
         try:
             async for said in exchange.answers(messages):
