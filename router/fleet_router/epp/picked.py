@@ -25,6 +25,8 @@ from fleet_router.workers import Worker
 from fleet_wire.address import authority
 
 FAILED = 500
+IMPATIENT = 504
+"""No engine says so: a gateway does when its own time for a request is over (Envoy's is 15 s unless its route says otherwise)."""
 FALLBACKS = 2
 """Workers besides the chosen one that a gateway may try when it cannot be reached."""
 
@@ -132,14 +134,30 @@ class Picked(Flow):
                 self._taken(worker)
             return
         if worker is not None:
-            if self._giver is not None and status >= FAILED and not overloaded:
-                self._context.table.transfer_failed(self._giver, worker, now)
-            who = "the gateway let no more through: it answered" if overloaded else "decode answered"
-            late = self.deadline == inf  # which counted against it
-            self._blame(worker, f"{who} {status}", blamed=not (overloaded or late))
+            self._is_told(worker, status, overloaded=overloaded)
         self._begin_told(status)
         self.end_leg()  # the end of such an answer forgives its worker nothing
         self._outcome = "failed"
+
+    def _is_told(self, worker: Worker, status: int, *, overloaded: bool) -> None:
+        """An answer that is no worker's refusal."""
+        now, late = self._context.clock(), self.deadline == inf  # which counted against it
+        if overloaded:
+            self._blame(worker, f"the gateway let no more through: it answered {status}", blamed=False)
+        elif status == IMPATIENT:
+            blamed = not late and self._had_time(worker, now)
+            self._blame(worker, f"the gateway waited no longer: it answered {status}", blamed=blamed)
+        else:
+            if self._giver is not None and status >= FAILED:
+                self._context.table.transfer_failed(self._giver, worker, now)
+            self._blame(worker, f"decode answered {status}", blamed=not late)
+
+    def _had_time(self, worker: Worker, now: float) -> bool:
+        """All of it for a whole answer, of which nothing is heard before; for a first token as much as anywhere."""
+        if self._comes_whole():
+            return not self._has_more_time(now)
+        silent = worker.heard_at < self.sent_at and now - self.sent_at > self.config.silent_s
+        return silent or self._had_its_time(self.sent_at, now)
 
     def _begin_told(self, status: int) -> None:
         """The gateway's client has the head."""
