@@ -41,11 +41,11 @@ def _change(mutation: Any, headers: Iterable[Header], removed: Sequence[str] = (
 
 
 def picked(destinations: str, headers: Sequence[Header], *, buffered: bytes | None = None) -> Any:
-    """Where the request goes. `buffered`: the body, where the gateway has sent all of it in one message."""
+    """Where the request goes. `buffered`: the body, where the gateway has sent all of it in one message. Its route stays (no
+    `clear_route_cache`): it may be one that is found by a header that is taken away here."""
     said = ProcessingResponse()
     common = (said.request_headers if buffered is None else said.request_body).response
     _change(common.header_mutation, [(DESTINATION, destinations.encode()), *headers], KEPT_BACK)
-    common.clear_route_cache = True
     if buffered is not None:
         common.body_mutation.body = buffered
     said.dynamic_metadata.update({NAMESPACE: {DESTINATION: destinations}})

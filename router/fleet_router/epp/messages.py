@@ -33,9 +33,7 @@ TABLE: Final[dict[str, tuple[tuple[str, int, str], ...]]] = {
     "HttpTrailers": (("trailers", 1, "HeaderMap"),),
     "StreamedBodyResponse": (("body", 1, "bytes"), ("end_of_stream", 2, "bool")),
     "BodyMutation": (("body", 1, "?mutation bytes"), ("streamed_response", 3, "?mutation StreamedBodyResponse")),
-    "CommonResponse": (
-        ("header_mutation", 2, "HeaderMutation"), ("body_mutation", 3, "BodyMutation"), ("clear_route_cache", 5, "bool"),
-    ),
+    "CommonResponse": (("header_mutation", 2, "HeaderMutation"), ("body_mutation", 3, "BodyMutation")),
     "HeadersResponse": (("response", 1, "CommonResponse"),),
     "BodyResponse": (("response", 1, "CommonResponse"),),
     "TrailersResponse": (("header_mutation", 1, "HeaderMutation"),),
