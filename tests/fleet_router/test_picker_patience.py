@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
 import pytest
 
+from fleet_router.epp.exchange import Exchange
 from fleet_router.epp.picked import Picked, address_of
 from fleet_router.hints import NO_HINTS
 from fleet_router.request import parse_body
-from tests.fleet_router.rig import Rig, run
+from tests.fleet_router.rig import Rig, ask, run, until
 from tests.fleet_router.test_picked import Gateway
+from tests.fleet_router.test_picker import answer_of, body_of, head_of, known
 
 
 @pytest.mark.parametrize(
@@ -35,3 +41,58 @@ def test_how_long_a_gateway_waits_is_no_failure_of_the_worker(stream: bytes, wai
         assert record.tries[-1].why == "the gateway waited no longer: it answered 504"
 
     run(go, prefill=0)
+
+
+def of_its_own(status: bytes) -> list[Any]:
+    """As Envoy answers without having asked anybody."""
+    found = answer_of(b"whatever it says")
+    found[0].response_headers.headers.headers[0].raw_value = status
+    return found
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["answers", "ends its side"])
+def test_a_gateway_that_needs_no_decision_any_more_waits_for_none(ends: bool):
+    """Envoy's `max_stream_duration` and idle times: its client was answered only when the decision was made, and the worker of
+    that, whom nobody had asked, had failed. agentgateway ends its side for a client that left, and no more: its request went on
+    waiting, and was prefilled, for nobody."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        (prefill,), comes, over = rig.prefill, asyncio.Event(), asyncio.Event()
+
+        async def hang(*_: object) -> bool:
+            return await over.wait()
+
+        prefill.behave = hang
+
+        async def come() -> AsyncIterator[Any]:
+            yield head_of()
+            yield body_of(ask())
+            await comes.wait()
+            for message in [] if ends else of_its_own(b"504"):
+                yield message
+
+        exchange = Exchange(rig.context)
+        said: list[Any] = []
+
+        async def take() -> None:
+            async for one in exchange.answers(come()):
+                said.append(one.WhichOneof("response"))
+
+        task = asyncio.create_task(take())
+        await until(lambda: len(prefill.seen) == 1)
+        exchange.sweep(rig.context.clock())
+        assert exchange.flow is not None
+        assert not exchange.flow.done
+        comes.set()
+        await asyncio.wait_for(task, 3)
+        exchange.gone()
+        await until(lambda: len(prefill.released) == 1)
+        over.set()
+        account = rig.context.desk.accounts["acme"]
+        assert said == ([] if ends else ["response_headers", "response_body"])
+        assert (rig.context.metrics.of("t", "r").errors, rig.idle(), account.inflight) == (0, True, 0)
+        (record,) = rig.context.recorder.records()
+        assert record.tries[-1].why == ("the client left" if ends else "the gateway waited no longer: it answered 504")
+
+    run(go)

@@ -63,7 +63,12 @@ class Exchange:
         self._modes = (FULL_DUPLEX, FULL_DUPLEX)
         self._subset: frozenset[str] | None = None
         self._preflight = False
-        self._decided: asyncio.Future[tuple[list[Worker], bytes] | RequestError] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._decided: asyncio.Future[tuple[list[Worker], bytes] | RequestError | None] = loop.create_future()
+        """None: nobody waits for it any more."""
+        self._messages: AsyncIterator[Any] | None = None
+        self._ahead: asyncio.Future[Any] | None = None
+        """The next message, where it is looked for before the decision."""
         self.flow: Picked | None = None
 
     # -- Client, Gateway ------------------------------------------------------------------------------------------------
@@ -107,6 +112,7 @@ class Exchange:
     # -- ext_proc -------------------------------------------------------------------------------------------------------
     async def answers(self, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """What to say to each message."""
+        self._messages = messages
         while True:
             try:
                 message = await self._next(messages)
@@ -144,6 +150,9 @@ class Exchange:
 
     async def _next(self, messages: AsyncIterator[Any]) -> Any:
         """None: there are no more. RequestError where the rest of a body does not come, as gateways wait for it for ever."""
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            return await ahead
         if not self._comes or self._body_until is None:
             return await anext(messages, None)
         try:
@@ -293,7 +302,8 @@ class Exchange:
         except RequestError as error:
             yield self._refused(error)
             return
-        found = await self._decided
+        if (found := await self._decided) is None:
+            return
         for said in [self._refused(found)] if isinstance(found, RequestError) else self._told(*found, end=end):
             yield said
 
@@ -370,8 +380,7 @@ class Exchange:
         """Headers to add to it."""
         flow, headers = self.flow, list[Header]()
         if flow is not None and not flow.done:
-            found = {one.key: one.raw_value or one.value.encode() for one in message.response_headers.headers.headers}
-            status = int(found.get(":status", b"0"))
+            status, found = _head_of(message)
             if self._modes[1] in (BUFFERED, BUFFERED_PARTIAL):
                 flow.collects()
             served = _served(message)
@@ -401,6 +410,18 @@ class Exchange:
         """Twice a second."""
         if self.flow is not None and not self.flow.done and now > self.flow.deadline:
             self.flow.expire(now)
+        if self.flow is not None and not self._decided.done() and self._ahead is None and self._messages is not None:
+            self._ahead = asyncio.ensure_future(anext(self._messages, None))
+            self._ahead.add_done_callback(self._came_first)
+
+    def _came_first(self, ahead: asyncio.Future[Any]) -> None:
+        """Before the decision: an answer of the gateway's own, or the end of its side: a client left. Neither needs one."""
+        if self.flow is None or self._decided.done() or ahead.cancelled() or ahead.exception() is not None:
+            return
+        message = ahead.result()
+        if message is None or message.HasField("response_headers"):
+            self._decided.set_result(None)
+            self.flow.left(0 if message is None else _head_of(message)[0])
 
     def cut(self, error: RequestError) -> None:
         """The router goes: where nothing is decided yet, nothing will be."""
@@ -414,6 +435,8 @@ class Exchange:
 
     def gone(self) -> None:
         """The gateway has ended the exchange."""
+        if self._ahead is not None:
+            self._ahead.cancel()
         self._taken()
         if self.flow is not None and not self.flow.done:
             self.flow.cancel()
@@ -427,6 +450,12 @@ def _subset(message: Any) -> frozenset[str] | None:
     given = found[SUBSET].fields[SUBSET_KEY]
     values = [value.string_value for value in given.list_value.values] or given.string_value.split(",")
     return frozenset(value.strip() for value in values if value.strip())
+
+
+def _head_of(message: Any) -> tuple[int, dict[str, bytes]]:
+    """Status and headers of an answer."""
+    found = {one.key: one.raw_value or one.value.encode() for one in message.response_headers.headers.headers}
+    return int(found.get(":status", b"0")), found
 
 
 def _served(message: Any) -> str:

@@ -27,6 +27,7 @@ from fleet_wire.address import authority
 FAILED = 500
 IMPATIENT = 504
 """No engine says so: a gateway does when its own time for a request is over (Envoy's is 15 s unless its route says otherwise)."""
+WAITED_NO_LONGER = "the gateway waited no longer: it answered"
 FALLBACKS = 2
 """Workers besides the chosen one that a gateway may try when it cannot be reached."""
 
@@ -42,7 +43,7 @@ class Gateway(Client, Protocol):
 class Picked(Flow):
     """One request behind a gateway."""
 
-    __slots__ = ("_collected", "_gateway", "_subset", "lane")
+    __slots__ = ("_collected", "_gateway", "_left_with", "_subset", "lane")
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class Picked(Flow):
         self.lane = ticket.lane
         self._subset = subset
         self._collected = False
+        self._left_with = 0
 
     def begin(self) -> None:
         """Whoever has joined while it waited may be outside of the gateway's subset."""
@@ -146,7 +148,7 @@ class Picked(Flow):
             self._blame(worker, f"the gateway let no more through: it answered {status}", blamed=False)
         elif status == IMPATIENT:
             blamed = not late and self._had_time(worker, now)
-            self._blame(worker, f"the gateway waited no longer: it answered {status}", blamed=blamed)
+            self._blame(worker, f"{WAITED_NO_LONGER} {status}", blamed=blamed)
         else:
             if self._giver is not None and status >= FAILED:
                 self._context.table.transfer_failed(self._giver, worker, now)
@@ -183,8 +185,15 @@ class Picked(Flow):
         """Silence is a reason to ask the worker whether it is there, and no more."""
         return self._unheard() or super()._comes_whole()
 
+    def left(self, status: int) -> None:
+        """Nobody waits for a decision any more: the gateway has answered so; 0: its client left."""
+        self._left_with = status
+        self.cancel()
+
     def _why_left(self) -> str:
         """Of a worker that breaks before its answer's head a gateway tells. Later it ends its call, whoever ended the stream."""
+        if self._left_with:
+            return f"{WAITED_NO_LONGER} {self._left_with}"
         return "the gateway ended it early: the client left, or the worker broke off" if self.started else super()._why_left()
 
     def expire(self, now: float) -> None:
