@@ -96,3 +96,31 @@ def test_a_gateway_that_needs_no_decision_any_more_waits_for_none(ends: bool):
         assert record.tries[-1].why == ("the client left" if ends else "the gateway waited no longer: it answered 504")
 
     run(go)
+
+
+@pytest.mark.parametrize("status", [b"429", b"403", b"503"])
+@pytest.mark.parametrize("telling", [True, False])
+def test_what_a_gateway_answers_that_has_asked_nobody_is_no_workers_failure(status: bytes, telling: bool):
+    """A rate limit behind the picker's filter (429, Envoy's `local_ratelimit`; 403, `rbac`), a pool without anybody (503): five
+    in a row put out a worker that nobody had asked. An Envoy that says who served says so of each answer of a worker's."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        gateways = {"g"} if telling else set[str]()
+        (worker,) = rig.context.table.by_role["decode"]
+        for _ in range(5):
+            exchange = Exchange(rig.context, "g", gateways)
+
+            async def come() -> AsyncIterator[Any]:
+                for message in (head_of(), body_of(ask(prompt="short")), *of_its_own(status)):
+                    yield message
+
+            assert [said.WhichOneof("response") async for said in exchange.answers(come())][-1] == "response_body"
+            exchange.gone()
+        assert (rig.context.metrics.of("t", "r").errors, worker.breaker.closed) == ((0, True) if telling else (5, False))
+        account = rig.context.desk.accounts["acme"]
+        assert (account.counts["failed"], account.inflight, worker.inflight) == (5, 0, 0)
+        why = {record.tries[-1].why for record in rig.context.recorder.records()}
+        assert why == {f"{'the gateway asked nobody: it' if telling else 'decode'} answered {status.decode()}"}
+
+    run(go, prefill=0)

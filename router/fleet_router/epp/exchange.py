@@ -19,7 +19,7 @@ from fleet_router.dialect.routes import ALONE, COUNTING, TRANSLATED
 from fleet_router.epp import answers
 from fleet_router.epp.answers import Header
 from fleet_router.epp.messages import BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX, NONE, STREAMED
-from fleet_router.epp.picked import Picked, address_of
+from fleet_router.epp.picked import FULL, OWN, Picked, address_of
 from fleet_router.errors import RequestError
 from fleet_router.explain.route import ASKED
 from fleet_router.explain.shown import header as decision_header
@@ -384,8 +384,7 @@ class Exchange:
             if self._modes[1] in (BUFFERED, BUFFERED_PARTIAL):
                 flow.collects()
             served = _served(message)
-            (self._telling.add if served else self._telling.discard)(self._gateway)
-            flow.served(served, status, overloaded=OVERLOADED in found)
+            flow.served(served, status, self._unasked(served, status, found))
             now_ns = int(self._context.clock() * 1e9)
             headers = answers.lines_of(flow.lane.account.headers(now_ns))
             headers.append(("x-request-id", self.request_id.encode()))
@@ -394,6 +393,13 @@ class Exchange:
             if message.response_headers.end_of_stream or self._modes[1] == NONE:  # it shows us no more of it
                 flow.end()
         return headers
+
+    def _unasked(self, served: str, status: int, found: dict[str, bytes]) -> str:
+        """Why no worker can have said so; empty: one may have. Who says who served says so of each answer of a worker."""
+        if not served and status != answers.OK and self._gateway in self._telling:
+            return OWN
+        (self._telling.add if served else self._telling.discard)(self._gateway)
+        return FULL if OVERLOADED in found else ""
 
     def _count_piece(self, piece: Any) -> None:
         if self.flow is not None and not self.flow.done and piece.body:

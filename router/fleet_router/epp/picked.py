@@ -27,6 +27,9 @@ from fleet_wire.address import authority
 FAILED = 500
 IMPATIENT = 504
 """No engine says so: a gateway does when its own time for a request is over (Envoy's is 15 s unless its route says otherwise)."""
+FULL = "let no more through"
+"""It has as many under way as it may."""
+OWN = "asked nobody"
 WAITED_NO_LONGER = "the gateway waited no longer: it answered"
 FALLBACKS = 2
 """Workers besides the chosen one that a gateway may try when it cannot be reached."""
@@ -117,9 +120,8 @@ class Picked(Flow):
             self._streams = False
             self._trip_over()
 
-    def served(self, address: str, status: int, *, overloaded: bool = False) -> None:
-        """The answer begins; `address`: who answers, empty when the gateway does not say. `overloaded`: it is the gateway's own,
-        which has as many under way as it may."""
+    def served(self, address: str, status: int, unasked: str = "") -> None:
+        """The answer begins; `address`: who answers, empty when nobody says so. `unasked`: why it is none of a worker."""
         worker, now = self._leg_worker, self._context.clock()
         if worker is not None and address and address_of(worker) != address:
             other = next((one for one in self._context.table.by_role["decode"] if address_of(one) == address), None)
@@ -128,7 +130,7 @@ class Picked(Flow):
                 worker.ended()
                 other.began()
                 worker = self._leg_worker = other
-        if (status < FAILED and status not in NOT_THE_CLIENT) or status == NOT_IMPLEMENTED:
+        if not unasked and ((status < FAILED and status not in NOT_THE_CLIENT) or status == NOT_IMPLEMENTED):
             if worker is not None:
                 worker.answers(self.sent_at, now)
             self._begin_told(status)
@@ -136,19 +138,18 @@ class Picked(Flow):
                 self._taken(worker)
             return
         if worker is not None:
-            self._is_told(worker, status, overloaded=overloaded)
+            self._is_told(worker, status, unasked)
         self._begin_told(status)
         self.end_leg()  # the end of such an answer forgives its worker nothing
         self._outcome = "failed"
 
-    def _is_told(self, worker: Worker, status: int, *, overloaded: bool) -> None:
+    def _is_told(self, worker: Worker, status: int, unasked: str) -> None:
         """An answer that is no worker's refusal."""
         now, late = self._context.clock(), self.deadline == inf  # which counted against it
-        if overloaded:
-            self._blame(worker, f"the gateway let no more through: it answered {status}", blamed=False)
+        if unasked:
+            self._blame(worker, f"the gateway {unasked}: it answered {status}", blamed=False)
         elif status == IMPATIENT:
-            blamed = not late and self._had_time(worker, now)
-            self._blame(worker, f"{WAITED_NO_LONGER} {status}", blamed=blamed)
+            self._blame(worker, f"{WAITED_NO_LONGER} {status}", blamed=not late and self._had_time(worker, now))
         else:
             if self._giver is not None and status >= FAILED:
                 self._context.table.transfer_failed(self._giver, worker, now)
