@@ -221,6 +221,25 @@ def test_behind_a_gateway_too_a_body_has_its_time(mode: int):
     run(go, prefill=0, config=msgspec.structs.replace(CONFIG, bounds=HttpBounds(body_bytes=20_000, body_deadline_s=0.3)))
 
 
+@pytest.mark.parametrize(
+    "heads", [[], [head_of("/v1/models", "GET", end=True)], [head_of("/other", "GET")]], ids=["none", "told", "refused"]
+)
+def test_a_call_of_which_nothing_is_expected_any_more_is_ended(heads: list[Any]):
+    """Each held 10 to 27 KB for as long as its connection stood, and a connection may have 2,048: whoever reached the port had a
+    router killed for its memory, without a key."""
+
+    async def go(rig: Rig) -> None:
+        known(rig)
+        async with serving(rig, None) as port, calling(port) as call:
+            for head in heads:
+                await call.write(head)
+                assert (await call.read()).immediate_response.status.code in (200, 404)
+            assert await asyncio.wait_for(call.read(), 5) is grpc.aio.EOF
+            assert len(rig.context.recorder.refusals) == sum(head.request_headers.end_of_stream is False for head in heads)
+
+    run(go, prefill=0, config=msgspec.structs.replace(CONFIG, bounds=HttpBounds(body_bytes=20_000, body_deadline_s=0.3)))
+
+
 def test_however_long_a_buffered_body_is_the_gateway_is_told_that_it_is_refused():
     """gRPC failed the call of one above 16 MiB: an empty 500 at a gateway that fails closed, and at one that fails open the
     request went to any worker, past the limits of its key and of bodies."""

@@ -58,12 +58,12 @@ class Exchange:
         self._body_bytes = 0
         self._comes = True
         """There is more of the request to come, for all that is known."""
-        self._body_until: float | None = None
-        """On the loop's clock, when its body is to be whole; None: no head came yet."""
+        loop, self._limit_s = asyncio.get_running_loop(), context.config.bounds.body_deadline_s
+        self._until = loop.time() + self._limit_s
+        """When the request is to be whole, and an answer without a decision over."""
         self._modes = (FULL_DUPLEX, FULL_DUPLEX)
         self._subset: frozenset[str] | None = None
         self._preflight = False
-        loop = asyncio.get_running_loop()
         self._decided: asyncio.Future[tuple[list[Worker], bytes] | RequestError | None] = loop.create_future()
         """None: nobody waits for it any more."""
         self._messages: AsyncIterator[Any] | None = None
@@ -149,21 +149,22 @@ class Exchange:
         return self._trailers()
 
     async def _next(self, messages: AsyncIterator[Any]) -> Any:
-        """None: there are no more. RequestError where the rest of a body does not come, as gateways wait for it for ever."""
+        """None: there are no more, or nothing is expected any more of a call that would be held as long as its gateway likes.
+        RequestError where the rest of a body does not come, as gateways wait for it for ever."""
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
             return await ahead
-        if not self._comes or self._body_until is None:
+        if self.flow is not None:
             return await anext(messages, None)
         try:
-            async with asyncio.timeout_at(self._body_until):
+            async with asyncio.timeout_at(self._until):
                 return await anext(messages, None)
         except TimeoutError:
-            limit = self._context.config.bounds.body_deadline_s
-            raise RequestError(408, f"the request was not complete within {limit} s") from None
+            if not (self._comes and self._request.method):
+                return None
+            raise RequestError(408, f"the request was not complete within {self._limit_s} s") from None
 
     async def _headers(self, message: Any) -> AsyncIterator[Any]:
-        self._body_until = asyncio.get_running_loop().time() + self._context.config.bounds.body_deadline_s
         try:
             self._read(message)
             if not message.request_headers.end_of_stream:
