@@ -13,6 +13,8 @@ FAILURES_MOST: Final = 5
 PAIR_FAILURES_MOST: Final = 3
 OPEN_FIRST_S: Final = 5.0
 OPEN_MOST_S: Final = 60.0
+DOUBLED_MOST: Final = 16
+"""Times; by far more than it takes from the first to the longest. Of a thousand the result would be no float."""
 FORGIVEN_S: Final = 120.0
 """After so long without opening the next time is as short as the first."""
 OUTLIER_SHARE: Final = 0.4
@@ -58,7 +60,7 @@ class Breaker:
         """Put out for 5, 10, 20 ... 60 s."""
         if now - self.opened_at > FORGIVEN_S:
             self.openings = 0
-        self.until = now + min(OPEN_MOST_S, OPEN_FIRST_S * 2.0**self.openings)
+        self.until = now + min(OPEN_MOST_S, OPEN_FIRST_S * 2.0 ** min(self.openings, DOUBLED_MOST))
         self.openings += 1
         self.opened_at = now
         self.gone = gone

@@ -78,6 +78,16 @@ def test_on_trial_one_request_at_a_time_and_the_next_time_is_longer():
         now = breaker.until
         assert (breaker.allows(now - 0.1, 0), breaker.allows(now, 0), breaker.allows(now, 1)) == (False, True, False)
     assert times == [5.0, 10.0, 20.0, 40.0, OPEN_MOST_S, OPEN_MOST_S]
+
+
+def test_a_worker_that_is_away_for_a_month_is_tried_each_minute():
+    """After 17 hours two to the power of its openings was no float any more: OverflowError, and the request that had tried it
+    ended with it."""
+    breaker, now = Breaker(), 0.0
+    while now < 30 * 86_400.0:
+        assert breaker.failed(now, gone=True)
+        assert 0.0 < breaker.until - now <= OPEN_MOST_S
+        now = breaker.until
     assert breaker.answers(now)
     assert breaker.allows(now, 7)
     breaker.failed(now + 1, gone=True)  # it flaps: not forgiven yet
