@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fleet_api.v1alpha1.status import FleetStatus
@@ -17,9 +18,10 @@ from fleet_operator.render.revision import RevisionsSeen
 from fleet_operator.settled import Settled
 from fleet_operator.turned_away import TurnedAway
 from fleet_planner.astray import doubtful
+from fleet_planner.clock import FUTURE_S
 from fleet_planner.ending import EndingMemory
 from fleet_planner.memory import ClockMemory, RestMemory, ScaleMemory
-from fleet_planner.types import FlipReport, Observed, Problem, TierTelemetry
+from fleet_planner.types import FlipReport, Observed, ObservedPod, Problem, TierTelemetry
 
 SET_LEAST_S = 5.0
 DOUBT_S = 5.0
@@ -67,8 +69,8 @@ class FleetState:
     refusals: Refusals = field(default_factory=Refusals)
     turned_away: TurnedAway = field(default_factory=TurnedAway)
     ending: EndingMemory = field(default_factory=EndingMemory)
-    fetching: dict[str, float] | None = None
-    """By uid: since when pods that fetch are known (see `aged`); None: before the first pass."""
+    young: dict[str, float] | None = None
+    """By uid: since when pods that fetch, or have no node yet, are known (see `aged`); None: before the first pass."""
     needed: dict[tuple[str, str], Object] = field(default_factory=dict)
     """See `needed_templates`."""
 
@@ -84,12 +86,27 @@ def heed(state: FleetState, observed: Observed) -> None:
 
 def aged(state: FleetState, observed: Observed, now: float) -> Observed:
     """With pods that fetch no older than they are known. What the API server has just made is minutes old where its clock is so
-    far behind ours, and then all of them had failed, and were made anew in every pass. Those that were there before our first
-    pass are as old as they say."""
-    before, first = (state.fetching, now) if state.fetching is not None else ({}, float("-inf"))
-    state.fetching = known = {pod.uid: before.get(pod.uid, first) for pod in observed.fetching}
+    far behind ours, and then all of them had failed, and were made anew in every pass; and a worker without a node was given up
+    before one could come. Those that were there before our first pass are as old as they say."""
+    before, first = (state.young, now) if state.young is not None else ({}, float("-inf"))
+    nowhere = [pod for pod in observed.pods if pod.node is None]
+    uids = [*(pod.uid for pod in observed.fetching), *(pod.uid for pod in nowhere)]
+    state.young = known = {uid: before.get(uid, first) for uid in uids}
+    if not known:
+        return observed
     fetching = tuple([replace(pod, created_at=max(pod.created_at, known[pod.uid])) for pod in observed.fetching])
-    return replace(observed, fetching=fetching) if fetching else observed
+    late = any(known[pod.uid] > pod.created_at + FUTURE_S for pod in nowhere)
+    pods = tuple([_no_older(pod, known) for pod in observed.pods]) if late else observed.pods
+    return replace(observed, fetching=fetching, pods=pods)
+
+
+def _no_older(pod: ObservedPod, known: Mapping[str, float]) -> ObservedPod:
+    """A worker's. Clocks that differ by less leave it as it is: what is written of it later is of the same clocks."""
+    by_s = known.get(pod.uid, float("-inf")) - pod.created_at
+    if by_s <= FUTURE_S:
+        return pod
+    unready_since = pod.unready_since if pod.unready_since is None else pod.unready_since + by_s
+    return replace(pod, created_at=pod.created_at + by_s, unready_since=unready_since)
 
 
 def doubts_due(state: FleetState, now: float) -> frozenset[str]:

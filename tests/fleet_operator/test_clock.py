@@ -163,3 +163,34 @@ def test_a_clock_that_is_set_moves_since_when_latencies_are_measured():
     """As it does since when workers are ready: which of the two was first decides whether a missed objective is theirs."""
     state = FleetState(telemetry={"t": TierTelemetry(latencies_since=100.0)}, telemetry_ahead_s=0.0)
     assert [telemetry_at(state, set_s)["t"].latencies_since for set_s in (3600.0, 0.0)] == [3700.0, 100.0]
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 120.0])
+def test_a_clock_ahead_of_the_apis_leaves_an_autoscaler_its_time(ahead_s: float):
+    """By it a worker had waited for two minutes when it was made: it was given up before any node could come, time and again."""
+
+    async def go(world: World, quota: Quota) -> None:
+        kubelet = world.kubelet
+
+        async def nowhere() -> None:
+            """A scheduler finds no node for those that are new."""
+            for pod in [pod for pod in await world.store.list(POD, NAMESPACE) if not pod["spec"].get("nodeName")]:
+                no_node = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
+                await world.user.patch_status(POD, NAMESPACE, pod["metadata"]["name"], {"conditions": [no_node]})
+
+        world.set_clock(ahead_s)
+        world.operator = world.new_operator()
+        await quota.seconds(5)
+        world.kubelet = nowhere  # type: ignore[method-assign]
+        await scale(world, 4)
+        await quota.seconds(WAIT_S // 2)
+        world.kubelet = kubelet  # type: ignore[method-assign]
+        await quota.seconds(5)
+        assert await world.workers() == {"prefill": 1, "decode": 4}
+        assert not [one for one in await world.events() if "BackedOut" in one]
+        world.kubelet = nowhere  # type: ignore[method-assign]
+        await scale(world, 8)
+        await quota.seconds(2 * WAIT_S)
+        assert (await world.condition("CapacityLimited"))["reason"] == "BackedOut", "no node came in its time"
+
+    play(go, scaling=MANUAL)
