@@ -78,7 +78,7 @@ def router_begins(router: RouterView | None, pods: Sequence[ObservedPod], now: f
     for pod in pods:
         if pod.ready and pod.ready_since is not None:
             since[pod.tier, pod.role] = min(pod.ready_since, since.get((pod.tier, pod.role), pod.ready_since))
-    young = bool(since) and 0 <= now - max(since.values()) < ROUTER_TAKES_S
+    young = bool(since) and now - max(since.values()) < ROUTER_TAKES_S
     return young and (router is None or not router.message)
 
 

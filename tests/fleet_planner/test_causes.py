@@ -163,6 +163,11 @@ def test_pods_without_a_node_are_named(serving: Observed):
     ("router", "after_s", "expected"),
     [
         (RouterView(1, 0), 0.0, "RouterStarting"),
+        (
+            RouterView(1, 0),
+            -30.0,
+            "RouterStarting",
+        ),  # the node's clock is ahead: a worker is ready from half a minute from now on
         (RouterView(1, 0), ROUTER_TAKES_S, "NoRouter"),
         (RouterView(1, 0, "f-router-x: 0/2 nodes are available"), 0.0, "NoRouter"),
         (RouterView(1, 1), ROUTER_TAKES_S, "Serving"),
