@@ -13,8 +13,8 @@ from typing import Final
 DAY_S: Final = 86_400.0
 BEFORE_S: Final = 900.0
 """A prompt that is sent so long before the day's end may be prefilled at its end; hardly a first token is waited for longer."""
-BEHIND_S: Final = 5.0
-"""Clocks of workers may be so late."""
+BEHIND_S: Final = 60.0
+"""Clocks of two machines differ by less (the operator's FUTURE_S): workers' may be so late, or ours so early."""
 
 
 def is_near(wall: float) -> bool:
