@@ -74,6 +74,16 @@ def test_conditions_and_reasons_of_alerts_are_those_of_the_runbook():
     assert reasons <= set(re.findall(r"`([A-Z]\w+)`", RUNBOOK))
 
 
+@pytest.mark.parametrize("reason", ["signature", "clock"])
+def test_why_routers_do_not_hear_each_other_is_told(reason: str):
+    """Where a node's clock was wrong the alert said that there are strangers, or two keys."""
+    (alert,) = [alert for alert in ALERTS if alert["alert"] == "InferenceFleetGossipRefused"]
+    (row,) = [line for line in RUNBOOK.splitlines() if line.startswith("| `fleet_router_gossip_refused_total`")]
+    assert "{{ $labels.reason }}" in alert["annotations"]["summary"]
+    assert f"{reason}: " in alert["annotations"]["description"]
+    assert f"`{reason}`" in row
+
+
 OF_FLEETS = re.compile(r"fleet_operator_fleet_(?:condition|slo_seconds|workers)")
 ENDS_AT_ONCE = {"KeptDeleted", "KvReadLate", "RolledBack"}
 """Warnings of half an hour, or that begin again within a minute."""

@@ -147,7 +147,8 @@ class Link:
         except Refused as refused:
             self.counts.refused[refused.reason] += 1
             if self.counts.refused[refused.reason] == 1:
-                self._log(event="gossip-refused", reason=refused.reason)
+                more = {"ahead_s": refused.ahead_s} if refused.reason == "clock" else {}
+                self._log(event="gossip-refused", reason=refused.reason, **more)
 
     # -- out --------------------------------------------------------------------------------------------------------
     async def _speak(self) -> None:

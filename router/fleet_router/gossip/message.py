@@ -82,11 +82,11 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Refused(Exception):
-    """A datagram that is not taken; `reason` is one of REASONS."""
+    """A datagram that is not taken; `reason` is one of REASONS. `ahead_s`: of `clock`, by how much its sender's is ahead."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, ahead_s: float = 0.0) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.ahead_s = reason, ahead_s
 
 
 REASONS: Final = ("size", "signature", "format", "clock", "peers", "number")
@@ -128,7 +128,7 @@ def unseal(data: bytes, keys: Sequence[bytes], now_ms: int) -> Message:
     except msgspec.MsgspecError:
         raise Refused("format") from None
     if abs(message.stamp_ms - now_ms) > SKEW_MS:
-        raise Refused("clock")
+        raise Refused("clock", (message.stamp_ms - now_ms) / 1000)
     return message
 
 

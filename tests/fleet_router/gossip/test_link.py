@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from fleet_router import process
 from fleet_router.gossip import link as linking
 from fleet_router.gossip.link import GossipError, GossipSettings, Link
-from fleet_router.gossip.message import parse_keys
+from fleet_router.gossip.message import Message, parse_keys, seal
 from fleet_router.gossip.share import Share
 from fleet_router.process import Router, Settings
 from fleet_wire.peerkey import GOSSIP, derived
@@ -203,6 +204,20 @@ def test_a_key_that_is_being_written_is_waited_for(tmp_path: Path):
         assert link._keys == used
     link._read_key()
     assert link._keys == parse_keys(b"b" * 64)
+
+
+@pytest.mark.parametrize("ahead_s", [120.0, -120.0])
+def test_of_a_router_that_is_refused_for_its_clock_the_log_says_by_how_much(tmp_path: Path, ahead_s: float):
+    """Quotas held for each router by itself, and nothing said why: the alert spoke of keys."""
+    key, said = tmp_path / "key", list[dict[str, object]]()
+    key.write_text("k" * 32)
+    link = Link(GossipSettings(key), Share(1, 0.0), time.monotonic, lambda **fields: said.append(fields))
+    link._read_key()
+    stamp_ms = int((time.time() + ahead_s) * 1000)
+    for number in (1, 2):
+        link.take(seal(Message(1, 2, number, stamp_ms, 0), parse_keys(b"k" * 32)[0]))
+    assert link.counts.refused == {"clock": 2}
+    assert said == [{"event": "gossip-refused", "reason": "clock", "ahead_s": pytest.approx(ahead_s, abs=5)}]
 
 
 # -- the key that all pods of a fleet share ------------------------------------------------------------------------------
