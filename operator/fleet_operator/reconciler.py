@@ -69,7 +69,7 @@ from fleet_operator.settings import Platform
 from fleet_operator.status_pace import StatusPace
 from fleet_operator.work_queue import Key, WorkQueue
 from fleet_operator.write_through import WriteThrough
-from fleet_planner.ending import Ended
+from fleet_planner.ending import Ended, EndingMemory
 from fleet_planner.events import sizing_of
 from fleet_planner.reconcile import Plan, reconcile
 from fleet_planner.types import Problem
@@ -422,6 +422,7 @@ class Reconciler:
         )  # fmt: skip
         heed(state, observed := state.turned_away.look(aged(state, observed, now), self._monotonic()))
         ending = ending_of(fleet, raw, state.published.named, state.ending)
+        state.ending = state.ending if ending is not None else EndingMemory(wanted_at=now)
         plan: Plan = reconcile(fleet, observed, now, ending)
         state.ahead_s, state.clock = ahead_s, plan.clock
         state.memory, state.rest, state.restless = plan.memory, plan.rest, is_restless(plan.status)

@@ -51,6 +51,8 @@ class EndingMemory:
     """Uids of prefill workers that were seen idle after that."""
     going: tuple[tuple[str, float], ...] = ()
     """Of the others those that go, and when each was first seen to."""
+    wanted_at: float | None = None
+    """Before it was deleted: when it was last seen not to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,9 @@ def _remembered(
     before, set_s = ending.memory, observed.clock_set_s
     if before.began_at is None:
         by_s = clock.ahead_s if clock.ahead_s > 0 and ending.deleted_at + clock.ahead_s <= now + FUTURE_S else 0.0
-        began_at = min(ending.deleted_at + by_s, now)
+        # not before it was seen to be wanted: the API server's clock may be minutes behind ours
+        wanted_at = ending.deleted_at if before.wanted_at is None else before.wanted_at + set_s
+        began_at = min(max(ending.deleted_at + by_s, wanted_at), now)
     else:
         began_at = min(before.began_at + set_s, now)
     told = ending.named is not None and not any(pod.serving or pod.told for pod in observed.pods)

@@ -10,6 +10,7 @@ from fleet_operator.fleet_state import SET_LEAST_S, FleetState, clock_set_s, tel
 from fleet_operator.names import REVISION
 from fleet_planner.types import TierTelemetry
 from tests.fleet_operator.test_capacity import MANUAL, WAIT_S, Quota, play, scale
+from tests.fleet_operator.test_deletion import left, seconds
 from tests.fleet_operator.test_zero import Sleeper
 from tests.fleet_operator.world import NAMESPACE, World
 from tests.fleet_operator.world import play as play_world
@@ -194,3 +195,22 @@ def test_a_clock_ahead_of_the_apis_leaves_an_autoscaler_its_time(ahead_s: float)
         assert (await world.condition("CapacityLimited"))["reason"] == "BackedOut", "no node came in its time"
 
     play(go, scaling=MANUAL)
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 120.0])
+def test_a_clock_ahead_of_the_apis_leaves_a_deleted_fleets_streams_their_time(ahead_s: float):
+    """By it the fleet was deleted two minutes ago, and its wait of two minutes was over: all streams were cut."""
+
+    async def go(world: World) -> None:
+        world.set_clock(ahead_s)
+        world.operator = world.new_operator()
+        busy = {"prefill": 1.0, "decode": 1.0}
+        await seconds(world, 5, busy)
+        await world.user.delete(FLEET, NAMESPACE, "f")
+        await seconds(world, 110, busy)
+        assert (await world.condition("Available"))["reason"] == "Deleting"
+        assert await world.workers() == {"prefill": 1, "decode": 2}
+        await seconds(world, 15, busy)
+        assert await left(world) == [], "its time is over"
+
+    play_world(go, deletion={"wait": "2m"})
