@@ -22,7 +22,7 @@ ABORTED_HINT: Final = b'"abort"'
 ABORTED: Final = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 GIVEN_UP: Final = "the engine gave the answer up"
 FOUND: Final = re.compile(
-    rb'(?:^|\n)(?:event: ?error[\r\n]|data: ?\{(?:\s*(?:"error"\s*:\s*(?!null)|"object"\s*:\s*"error")'
+    rb'(?:^|\n)(?:event: ?error[\r\n]|data: ?\{(?:\s*(?:"error"\s*:(?!\s*null)|"object"\s*:\s*"error")'
     rb'|[^\r\n]*"finish_reason"\s*:\s*"abort"))'
 )
 PAYLOAD: Final = re.compile(rb"(?:^|\n)data: ?([^\r\n]*)")
