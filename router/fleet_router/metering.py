@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SOUND_END: Final = b"}\n\n\r\n"
 """Of nearly every read of a stream."""
-LAST_ENDS: Final[tuple[bytes, ...]] = (b"data: [DONE]\n\n\r\n", b"\r\n0\r\n\r\n")
+LAST_ENDS: Final[tuple[bytes, ...]] = (b"data: [DONE]\n\n\r\n", b"\r\n0\r\n\r\n", b"data: [DONE]\r\n\r\n\r\n")
 SOUND_ENDS: Final = (SOUND_END, *LAST_ENDS)
 
 

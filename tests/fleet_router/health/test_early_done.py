@@ -51,7 +51,7 @@ def says(parts: list[bytes], reads: str) -> Any:
         packets = {
             "one": [HEAD + b"".join(first) + last + END],
             "done with the end": [HEAD, *first, last + END],
-            "done with the last": [HEAD, *first[:-1], first[-1] + last, END],
+            "done with the last": [HEAD, *first[:-1], b"".join([*first[-1:], last]), END],
             "each": [HEAD, *first, last, END],
         }[reads]
         for packet in packets:
@@ -93,6 +93,21 @@ def test_half_an_answer_is_not_told_as_a_whole_one(path: str, reads: str, greedy
         assert rig.context.metrics.retries > 0 or not greedy
 
     run(go, prefill=0, decode=2, config=ROUND_ROBIN)
+
+
+@pytest.mark.parametrize("reads", READS)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_half_an_answer_is_none_either_where_events_end_with_crlf(path: str, reads: str):
+    """Incident: where [DONE] came before the end of the body, it was told."""
+    chat = path != "/v1/completions"
+
+    async def go(rig: Rig) -> None:
+        rig.context.ends.said = True
+        rig.decode[0].behave = says([part.replace(b"\n", b"\r\n") for part in answered(2, chat=chat)], reads)
+        _, got = await rig.post({"model": "m", "stream": True, **ASKED[path]}, path)
+        assert (b'"error"' in got, DONE in got.replace(b"\r\n", b"\n")) == (True, False), got
+
+    run(go, prefill=0)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
