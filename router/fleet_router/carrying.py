@@ -28,6 +28,7 @@ RESUMES_MOST: Final = 3
 ANSWER_MOST_BYTES: Final = 1024 * 1024
 """Of an answer that comes as a whole and is held, or comes in one read: a longer one is looked at from its end alone."""
 CALLS: Final = frozenset({"tools", "functions"})
+EMPTY: Final = "the worker's answer is empty"
 LAST_EVENTS: Final[tuple[bytes, ...]] = (DONE + CHUNK_END, DONE + CRLF_END)
 """Ends of a read behind which nothing but the end of the body comes."""
 
@@ -200,6 +201,9 @@ class Carrying(Measuring):
             if words := first_error(contents):
                 self.broke_off(words)
                 return
+            if data.endswith(LAST_EVENTS) and data.find(b"data: {") < 0 and not says_something(data):
+                self._fault(EMPTY)  # the end of its body, behind which all of it is looked at, may come later
+                return
         if one is not None and one.ended and self.record.status == OK and (why := self._unclosed(data)):
             self._fault(why)
         else:
@@ -212,7 +216,7 @@ class Carrying(Measuring):
             return "the worker's stream ended early"
         if self._breaks_off(ending):
             return UNENDED
-        return "" if not self._first or says_something(ending) else "the worker's answer is empty"
+        return "" if not self._first or says_something(ending) else EMPTY
 
     def _says_done_early(self, last: bytes) -> bool:
         """See `Answering`. Of what is carried on `Again` knows."""

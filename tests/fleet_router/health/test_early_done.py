@@ -110,6 +110,23 @@ def test_half_an_answer_is_none_either_where_events_end_with_crlf(path: str, rea
     run(go, prefill=0)
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["lf", "crlf"])
+@pytest.mark.parametrize("reads", ["one", "done with the end", "each"])
+@pytest.mark.parametrize("path", ASKED)
+def test_done_alone_is_no_answer(path: str, reads: str, end: bytes):
+    """Incident: where it came before the end of the body a client had an answer of nothing, and nobody else was asked."""
+
+    async def go(rig: Rig) -> None:
+        rig.decode[0].behave = says([DONE.replace(b"\n", end)], reads)
+        rig.decode[1].behave = says(answered(4, chat=path != "/v1/completions", ends=True), "each")
+        for _ in range(2):
+            status, got = await rig.post({"model": "m", "stream": True, **ASKED[path]}, path)
+            assert (status, b"four" in got, got.count(b"[DONE]") <= 1) == (200, True, True), got
+        assert rig.context.metrics.retries == 1
+
+    run(go, prefill=0, decode=2, config=ROUND_ROBIN)
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_who_carries_a_stream_on_is_judged_alike(path: str):
     chat = path != "/v1/completions"
