@@ -171,12 +171,14 @@ class Again:
             if choices := found["choices"]:
                 self._last = payload
             self._shift(found)
-            new = self._new(found, choices[0]) if choices else bool(found.get("usage")) and not self._said.usage
+            new = self._new(choices[0]) if choices else bool(found.get("usage")) and not self._said.usage
         except (*UNREADABLE, KeyError, TypeError, AttributeError) as error:
             raise DiffersError(f"the other worker's event cannot be read: {error!r}") from error
         if not new:
             return b""
         found |= {"id": self._said.id, "created": self._said.created}
+        if self._as_chat:
+            found["object"] = "chat.completion.chunk"
         found.pop("prompt_token_ids", None)
         return b"data: " + msgspec.json.encode(found) + b"\n\n"
 
@@ -210,7 +212,7 @@ class Again:
             if details.get("cached_tokens"):  # what was sent is in its cache, too, where the same was asked before
                 details["cached_tokens"] = min(details["cached_tokens"], usage["prompt_tokens"])
 
-    def _new(self, found: dict[str, Any], choice: dict[str, Any]) -> bool:
+    def _new(self, choice: dict[str, Any]) -> bool:
         """Leave out of `choice` what the client has; False when nothing is left."""
         text, ids = _step(choice)
         text, ids = self._unsaid(text), self._unsent(ids)
@@ -222,7 +224,6 @@ class Again:
         if choice.get("token_ids") is not None:
             choice["token_ids"] = ids
         if self._as_chat:
-            found["object"] = "chat.completion.chunk"
             choice.pop("text")
             choice["delta"] = {"content": text}
         elif "delta" in choice:

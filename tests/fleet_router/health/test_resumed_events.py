@@ -111,6 +111,15 @@ def test_no_more_of_a_prompt_is_cached_than_it_has(details: Any, left: Any):
     }  # fmt: skip
 
 
+def test_what_was_used_is_told_as_of_a_chat():
+    """Incident: the last event of a chat's stream named a text completion, which is what was asked for of the rest."""
+    usage = {"prompt_tokens": 118, "completion_tokens": 5}
+    for one in (choice("c"), {"choices": [], "usage": usage}):
+        got = left_of(Said("ab", None), {**one, "object": "text_completion"}, as_chat=True, start=Start(100, 2))
+        assert got is not None
+        assert got["object"] == "chat.completion.chunk"
+
+
 def test_a_count_with_every_event_is_not_the_one_at_the_end():
     events = [{**choice("a"), "usage": {"prompt_tokens": 3}}, {"choices": [], "usage": {"prompt_tokens": 3}}]
     made = [b"data: " + json.dumps(one).encode() + b"\n\n" for one in events]
