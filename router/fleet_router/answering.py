@@ -272,8 +272,7 @@ class Answering(Metering):
         return not self._tail or data.find(EVENT_END) >= 0 or CRLF_EVENT_END in data or self._tail.endswith(CHUNK_ENDS)
 
     def _tell(self, data: bytes) -> None:
-        """To the client; the head goes out with the first bytes. An answer that comes as a whole waits for its end: a worker that
-        dies in its middle is no reason to have none, while nobody was told of it."""
+        """To the client; the head goes out with the first bytes. What comes as a whole waits for its end: its worker may die."""
         if self._head_bytes and data:
             data, self._head_bytes, one = self._head_bytes + data, b"", self._connection
             if not self._streams and one is not None and not one.ended and len(data) <= HELD_MOST_BYTES:
@@ -295,11 +294,11 @@ class Answering(Metering):
         return good, found[1]
 
     def _up_to_a_cut_error(self, data: bytes) -> tuple[bytes, str]:
-        """The same where borders of chunks may cut what tells an error."""
+        """The same where borders of chunks, or of packets, may cut what tells an error or [DONE]."""
         contents = unframed(data)
         if not contents:  # it begins within a chunk
             return self._up_to_an_error(data)
-        if (found := error_in(contents) if hinted(contents) else None) is None:
+        if (found := (error_in(contents) if hinted(contents) else None) or self._early_done(contents)) is None:
             return data, ""
         good = framed(whole_events(contents, found[0] + 1))
         if self._sent is not None:
@@ -334,11 +333,12 @@ class Answering(Metering):
     def _ends(self, data: bytes, now: float, shown: bytes | None) -> bool:
         """A read that ends with [DONE], or with the body; False: it is at fault."""
         self.deadline, self._unended = now + self.config.inter_token_deadline_s, 0
-        return shown is not None or not self._says_done_early(data)
+        if (found := self._early_done(data) if shown is None else None) is not None:
+            self._fault(found[1])
+        return found is None
 
     def _goes_on(self, data: bytes, now: float) -> bool:
-        """Bytes that do not end with an event: of a long one, or of an answer that comes as a whole. A byte now and then is no
-        progress, and neither is there an end to wait for."""
+        """Bytes that do not end with an event: of a long one, or of a whole answer. A byte now and then is no progress."""
         if EVENT_END in data or data.endswith(CRLF_SOUND_ENDS) or CRLF_EVENT_END + b"data:" in data or ends_a_line(data):
             self.deadline, self._unended = now + self.config.inter_token_deadline_s, 0
             return self._sound(data)
@@ -379,8 +379,8 @@ class Answering(Metering):
         """When an answer that comes as a whole is to be there."""
 
     @abstractmethod
-    def _says_done_early(self, last: bytes) -> bool:
-        """A read is at fault that ends with [DONE], and nobody gets it."""
+    def _early_done(self, last: bytes) -> tuple[int, str] | None:
+        """Where a read, or its contents, says [DONE] though that is no end, and why it is none."""
 
     @abstractmethod
     def _fault(self, why: str, *, blamed: bool = True) -> None:

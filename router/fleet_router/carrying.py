@@ -31,6 +31,8 @@ CALLS: Final = frozenset({"tools", "functions"})
 EMPTY: Final = "the worker's answer is empty"
 LAST_EVENTS: Final[tuple[bytes, ...]] = (DONE + CHUNK_END, DONE + CRLF_END)
 """Ends of a read behind which nothing but the end of the body comes."""
+SAYS_DONE: Final[tuple[bytes, ...]] = (*LAST_EVENTS, DONE + b"\n\n", DONE + b"\r\n\r\n")
+"""And of its contents."""
 
 
 class Carrying(Measuring):
@@ -218,14 +220,15 @@ class Carrying(Measuring):
             return UNENDED
         return "" if not self._first or says_something(ending) else EMPTY
 
-    def _says_done_early(self, last: bytes) -> bool:
+    def _early_done(self, last: bytes) -> tuple[int, str] | None:
         """See `Answering`. Of what is carried on `Again` knows."""
-        if not last.endswith(LAST_EVENTS) or self._again is not None:
-            return False
-        if not self._breaks_off(b"".join((self._before, self._tail, self._held_back(), last))):
-            return False
-        self._fault(UNENDED)
-        return True
+        if not last.endswith(SAYS_DONE) or self._again is not None:
+            return None
+        ending = b"".join((self._before, self._tail, self._held_back(), last))
+        if self._breaks_off(ending):
+            return last.rfind(b"data:"), UNENDED
+        told = self._before or self._tail.find(b"{") >= 0 or says_something(ending)
+        return None if told else (last.rfind(b"data:"), EMPTY)
 
     def _breaks_off(self, ending: bytes) -> bool:
         """Where functions may be called, older vLLM left out a last event in which its parser found nothing to say."""

@@ -127,6 +127,37 @@ def test_done_alone_is_no_answer(path: str, reads: str, end: bytes):
     run(go, prefill=0, decode=2, config=ROUND_ROBIN)
 
 
+CUTS = {"head": 3, "word": 12, "blank": 16, "chunk": -2}
+"""Where [DONE], with its framing, is cut in two reads; it has 21 or 23 bytes."""
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["lf", "crlf"])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("words", [0, 2])
+def test_a_done_in_two_reads_is_none_either(words: int, cut: str, end: bytes):
+    """Incident: half an answer, or none, passed for a whole one where the packet ended in the middle of [DONE]."""
+
+    async def go(rig: Rig) -> None:
+        async def behave(_: Any, writer: asyncio.StreamWriter) -> bool:
+            *first, last = [framed(part.replace(b"\n", end)) for part in answered(words, chat=False)]
+            for packet in (HEAD + b"".join(first) + last[: CUTS[cut]], last[CUTS[cut] :], END):
+                writer.write(packet)
+                await writer.drain()
+                await asyncio.sleep(0.01)
+            return True
+
+        rig.context.ends.said = True
+        rig.decode[0].behave = behave
+        rig.decode[1].behave = says(answered(4, chat=False, ends=True), "each")
+        for temperature in (0, 0, 1, 1):  # both workers, twice
+            body = {"model": "m", "stream": True, "prompt": "short", "temperature": temperature}
+            status, got = await rig.post(body)
+            assert (status, DONE in got.replace(b"\r\n", b"\n")) == (200, b"four" in got), got
+        assert rig.context.metrics.of("t", "r").errors >= 2
+
+    run(go, prefill=0, decode=2, config=ROUND_ROBIN)
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_who_carries_a_stream_on_is_judged_alike(path: str):
     chat = path != "/v1/completions"
