@@ -35,6 +35,10 @@ class Awaiting(Carrying):
             self._refuse(RequestError(503, why, code="no_worker"))
             return
         holding, now, lane, tier = self._context.holding, self._context.clock(), self._ticket.lane, self._tier_not_there()
+        if self._held and self._due is None and self._excluded - self._barred and not holding.wakes(self.hints.tier):
+            self._excluded = self._barred  # nobody else comes, and who failed it before may serve by now
+            self.begin()
+            return
         why = f"{why} in tier {tier}, which alone may answer" if tier else why
         waking = holding.wakes(tier) or (self._held and self._due is None)
         back_by = 0.0 if waking else self._back_by(now)

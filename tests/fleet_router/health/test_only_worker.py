@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 
 from fleet_router.follow.documents import Documents
 from fleet_router.health.breaker import FAILURES_MOST
-from fleet_wire.endpoints import Endpoints
+from fleet_wire.endpoints import AtZero, Endpoints
 from tests.fleet_router.cascade.ladder import LARGE, Ladder, climbing, config
 from tests.fleet_router.chat_worker import says
-from tests.fleet_router.rig import CONFIG, Rig, ask, run
+from tests.fleet_router.fake_worker import answer
+from tests.fleet_router.rig import CONFIG, Rig, answer_of, ask, http, run, until
 from tests.fleet_router.test_returning import dies
 
 
@@ -74,3 +76,30 @@ def test_a_draft_waits_for_no_worker():
         assert (rig.context.metrics.retries, len(rig.context.holding)) == (0, 0)
 
     climbing(go, msgspec.structs.replace(config(), return_wait_s=10.0))
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["500", "breaks"])
+def test_who_fails_a_request_while_its_tier_wakes_is_asked_again_when_nobody_else_comes(breaks: bool):
+    """Incident: the first worker of a tier that woke failed a request, and served from then on: the request waited its whole five
+    minutes for another one."""
+
+    async def go(rig: Rig) -> None:
+        async def fails(_: Any, writer: asyncio.StreamWriter) -> bool:
+            rig.decode[0].behave = None
+            if breaks:
+                writer.transport.abort()
+            else:
+                answer(writer, 500, {})
+            return True
+
+        workers = tuple(worker.endpoint for worker in rig.context.table.workers.values())
+        waking = Endpoints(fleet="f", namespace="n", workers=workers, at_zero=(AtZero(tier="t"),))
+        rig.router.apply(Documents(CONFIG, waking))
+        rig.decode[0].behave = fails
+        reader, writer, _ = await rig.connect()
+        writer.write(http(ask(prompt="p")))
+        await until(lambda: len(rig.context.holding) == 1)
+        rig.router.apply(Documents(CONFIG, msgspec.structs.replace(waking, at_zero=())))
+        assert (await asyncio.wait_for(answer_of(reader), 3))[0] == 200
+
+    run(go, prefill=0)
