@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fleet_cli.errors import EXIT_KILLED, EXIT_OK, EXIT_UNREAD, CliError, InputError
 from fleet_cli.explain.command import add_explain
+from fleet_cli.interrupts import interruptible
 from fleet_cli.rollout.arguments import add_rollout
 from fleet_cli.streams import complain, emit, open_streams, silence, unwritten
 
@@ -22,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     programs that a signal ended: 130 when it was interrupted, 141 when nobody read its output."""
     open_streams()
     try:
-        code = _run(arguments)
+        with interruptible():
+            code = _run(arguments)
         emit("")  # what argparse wrote
     except BrokenPipeError:
         code = EXIT_UNREAD

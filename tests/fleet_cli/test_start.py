@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from fleet_cli.errors import RunError
+from fleet_cli.interrupts import interruptible
 from fleet_cli.main import main
 from fleet_cli.up.bundled import cache_folder
+from fleet_cli.up.stops import Stops
 
 INTERRUPTED = """
 import sys
@@ -21,6 +25,7 @@ class Pressed:
             raise KeyboardInterrupt
 
 sys.meta_path.insert(0, Pressed())
+from fleet_cli.interrupts import interruptible
 from fleet_cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -76,3 +81,35 @@ def test_a_cache_below_a_folder_that_was_removed_is_named(tmp_path: Path, monkey
     monkeypatch.setenv("INFERENCEFLEET_CACHE", "cache")
     with pytest.raises(RunError, match="the folder that you are in is gone: give INFERENCEFLEET_CACHE a whole path"):
         cache_folder()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_fleet_starts_interrupts(number):
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup, tests begin with a hang-up that is ignored
+    try:
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            signal.raise_signal(number)
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_hang_up_that_the_caller_ignores_ends_nothing():
+    """`nohup fleet up` ended with its terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+
+        async def run():
+            stops = Stops()
+            stops.install()
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.wait_for(stops.drain.wait(), 5)
+            await asyncio.sleep(0)
+            assert not stops.kill.is_set()
+
+        with interruptible():
+            signal.raise_signal(signal.SIGHUP)
+            asyncio.run(run())
+    finally:
+        signal.signal(signal.SIGHUP, before)

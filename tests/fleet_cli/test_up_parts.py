@@ -25,7 +25,7 @@ from fleet_cli.up.local import LocalFleet
 from fleet_cli.up.preflight import check_engine, check_memory, check_model, check_port, free_bytes
 from fleet_cli.up.screen import PlainScreen
 from fleet_cli.up.state import state_folder
-from fleet_cli.up.stops import Stops, interruptible, until
+from fleet_cli.up.stops import Stops, until
 from fleet_operator.cluster.interface import ConflictError
 from fleet_operator.cluster.memory import MemoryCluster
 from fleet_planner.types import KvProof
@@ -370,38 +370,6 @@ def test_a_path_that_is_no_text_is_an_option_that_cannot_be_used(option, capsys)
         main(["up", option, "c=/x\udcff" if option == "--pvc" else "/x\udcff"])
     assert ended.value.code == 2
     assert "is not text in UTF-8" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_before_the_fleet_starts_interrupts(number):
-    before = signal.signal(number, signal.SIG_DFL)  # under nohup, tests begin with a hang-up that is ignored
-    try:
-        with pytest.raises(KeyboardInterrupt), interruptible():
-            signal.raise_signal(number)
-        assert signal.getsignal(number) is signal.SIG_DFL
-    finally:
-        signal.signal(number, before)
-
-
-def test_a_hang_up_that_the_caller_ignores_ends_nothing():
-    """`nohup fleet up` ended with its terminal."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-
-        async def run():
-            stops = Stops()
-            stops.install()
-            signal.raise_signal(signal.SIGHUP)
-            signal.raise_signal(signal.SIGTERM)
-            await asyncio.wait_for(stops.drain.wait(), 5)
-            await asyncio.sleep(0)
-            assert not stops.kill.is_set()
-
-        with interruptible():
-            signal.raise_signal(signal.SIGHUP)
-            asyncio.run(run())
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_whoever_makes_the_tiny_model_does_not_outlive_its_caller(monkeypatch, tmp_path):

@@ -24,7 +24,7 @@ from fleet_cli.up.proof import COUNTERS_WAIT_S, Check, Ground, check_provable, o
 from fleet_cli.up.routerport import router_secrets
 from fleet_cli.up.screen import Screen, open_screen
 from fleet_cli.up.state import state_folder
-from fleet_cli.up.stops import Stops, interruptible, until
+from fleet_cli.up.stops import Stops, until
 from fleet_cli.up.tenants import local_tenants
 from fleet_cli.up.view import Snapshot, curl_line, fatal, kv_at_last, kv_line, snapshot
 from fleet_operator.runtime.settings import RuntimeSettings
@@ -55,7 +55,7 @@ def up(options: UpOptions) -> int:
     """Run the command; raises CliError with the cause when it cannot."""
     check_port(options.port)
     begun = time.monotonic()
-    with interruptible(), open_screen() as screen:
+    with open_screen() as screen:
         manifest = _manifest(options, screen)
         fleet = parse_fleet(manifest)
         if options.once:

@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from fleet_cli.interrupts import ending
+
 T = TypeVar("T")
-
-
-def ending() -> tuple[signal.Signals, ...]:
-    """The signals that end a command. A hang-up that the caller ignores (`nohup fleet up`) is none."""
-    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
-    return signal.SIGINT, signal.SIGTERM, *hangup
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Each of them is a KeyboardInterrupt until `Stops` takes over: what SIGTERM ends at once leaves its folder and the process
-    that makes the model."""
-    before = {number: signal.getsignal(number) for number in ending() if number != signal.SIGINT}
-    for number in before:
-        signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class Stops:

@@ -1,0 +1,97 @@
+"""Kubeconfigs of real clusters: keys, credential plugins, no certificate to trust; and what a command that is ended leaves."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import signal
+import ssl
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from e2e.certs import Authority
+from tests.fleet_cli.test_explain import answering
+
+RUNNING = {
+    "metadata": {"name": "f"},
+    "spec": {},
+    "status": {"conditions": [{"type": "RollingOut", "status": "True", "reason": "Progressing", "message": "words"}]},
+}
+
+
+@contextlib.contextmanager
+def secured(folder: Path) -> Iterator[str]:
+    """The kubeconfig of an API server with TLS, with what a client proves itself by inside."""
+    certificate, key = Authority(folder, "own-ca").leaf("127.0.0.1")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(certificate, key)
+    inside = {
+        f"client-{name}-data": base64.b64encode(Path(file).read_bytes()).decode()
+        for name, file in (("certificate", certificate), ("key", key))
+    }
+    with answering(200, RUNNING, tls) as url:
+        yield kubeconfig(folder, inside, server=url, **{"insecure-skip-tls-verify": True})
+
+
+def kubeconfig(folder: Path, user: dict[str, object], **cluster: object) -> str:
+    path = folder / "config"
+    written = {
+        "clusters": [{"name": "c", "cluster": cluster}],
+        "users": [{"name": "u", "user": user}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "current-context": "x",
+    }
+    path.write_text(yaml.safe_dump(written))
+    return str(path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_whoever_follows_a_rollout_leaves_no_key_behind(number: signal.Signals, tmp_path: Path):
+    """A `timeout 60 fleet rollout status`, or a terminal that was closed, left the private key of the kubeconfig in /tmp."""
+    (scratch := tmp_path / "tmp").mkdir()
+    with secured(tmp_path) as path:
+        command = [sys.executable, "-m", "fleet_cli.main", "rollout", "status", "f", "--kubeconfig", path]
+        environment = {**os.environ, "TMPDIR": str(scratch)}
+        with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as following:
+            assert following.stdout is not None
+            assert following.stdout.readline() == "Progressing: words\n"
+            assert any(scratch.iterdir())
+            following.send_signal(number)
+            _, said = following.communicate(timeout=60)
+    assert (following.returncode, said.splitlines()[-1]) == (130, "fleet: interrupted")
+    assert list(scratch.iterdir()) == []
+
+
+KUBECTL = """#!/bin/sh
+case "$*" in
+  *get*pods*)
+    echo '{{"items": [{{"metadata": {{"name": "r"}}, "spec": {{"containers": []}}, "status": {{"phase": "Running"}}}}]}}' ;;
+  *) echo $$ > {folder}/pid; exec sleep 60 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_explain_that_is_ended_leaves_no_way_to_a_router_open(number: signal.Signals, tmp_path: Path):
+    """kubectl port-forward went on for ever."""
+    script = tmp_path / "kubectl"
+    script.write_text(KUBECTL.format(folder=tmp_path))
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    command = [sys.executable, "-m", "fleet_cli.main", "explain", "--fleet", "f"]
+    environment = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as asking:
+        while not (pid := tmp_path / "pid").exists() or not pid.read_text().strip():
+            assert asking.poll() is None
+            time.sleep(0.05)
+        asking.send_signal(number)
+        assert asking.wait(60) == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), signal.SIGKILL)
