@@ -18,7 +18,9 @@ import pytest
 import yaml
 
 from e2e.certs import Authority
+from fleet_cli.main import main
 from tests.fleet_cli.test_explain import answering
+from tests.fleet_cli.test_rollout import Api, rolling
 
 RUNNING = {
     "metadata": {"name": "f"},
@@ -95,3 +97,31 @@ def test_an_explain_that_is_ended_leaves_no_way_to_a_router_open(number: signal.
         assert asking.wait(60) == 130
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "words"),
+    [
+        ({"command": "no-such-plugin"}, "No such file or directory: 'no-such-plugin'"),
+        (
+            {"command": "sh", "args": ["-c", "echo the session is over: log in >&2; exit 3"]},
+            "exec: process returned 3. the session is over: log in",
+        ),
+        ({"command": "echo", "args": ["{}"]}, "exec: malformed response"),
+    ],
+    ids=["not-there", "failed", "says-nothing"],
+)
+def test_a_credential_plugin_that_fails_is_told_and_nobody_is_asked(
+    plugin: dict[str, object], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Its words were a line of Python's logging, and the API server was asked as nobody: that system:anonymous may not get
+    fleets was the answer."""
+    user = {"exec": {"apiVersion": "client.authentication.k8s.io/v1", "interactiveMode": "Never", **plugin}}
+    with Api(rolling("Complete")) as api:
+        path = kubeconfig(tmp_path, user, server=f"http://127.0.0.1:{api.server_port}")
+        assert main(["rollout", "status", "f", "--kubeconfig", path]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"fleet: no usable kubeconfig {path}: ")
+    assert words in said
+    assert said.count("\n") == 1
+    assert api.asked == []

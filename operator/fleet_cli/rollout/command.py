@@ -12,6 +12,7 @@ from typing import Any
 
 from fleet_cli.errors import EXIT_FAILED, EXIT_OK, InputError, RunError
 from fleet_cli.rollout.history import entries, previous, progress, returned, table
+from fleet_cli.rollout.kubeconfig import opened
 from fleet_cli.streams import complain, emit
 from fleet_operator.cluster.interface import Object
 from fleet_operator.names import FLEET
@@ -39,19 +40,12 @@ class Fleets:
     """One namespace of the API server, as the user may see it."""
 
     def __init__(self, kubeconfig: str | None, context: str | None, namespace: str | None) -> None:
-        from kubernetes import client, config
+        from kubernetes import client
         from urllib3 import Retry
         from urllib3.exceptions import HTTPError
 
-        try:
-            found = client.Configuration()
-            config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=found)
-            every, active = config.list_kube_config_contexts(config_file=kubeconfig)
-            chosen = next(one for one in every if one["name"] == context) if context else active
-            self.namespace = namespace or chosen["context"].get("namespace") or "default"
-        except Exception as error:  # the library raises whatever a file that is none makes it stumble over
-            file = f" {kubeconfig}" if kubeconfig else ""
-            raise InputError(f"no usable kubeconfig{file}: {' '.join(str(error).split()) or type(error).__name__}") from error
+        found, default = opened(kubeconfig, context)
+        self.namespace = namespace or default
         found.retries = Retry(3, read=1, allowed_methods=["GET"])  # a write that is sent twice conflicts with itself
         asking = client.ApiClient(found)
         self._fleets, self._apps = client.CustomObjectsApi(asking), client.AppsV1Api(asking)

@@ -1,0 +1,50 @@
+"""The user's way to the API server, as the kubeconfig has it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fleet_cli.errors import InputError
+
+
+def opened(kubeconfig: str | None, context: str | None) -> tuple[Any, str]:
+    """The Kubernetes client's configuration, and the namespace of the context. InputError: there is none that can be used."""
+    from kubernetes import client, config
+
+    try:
+        found = client.Configuration()
+        with _told() as plugin:
+            config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=found)
+        if plugin.says:
+            raise InputError(f"the credential plugin: {plugin.says}")
+        every, active = config.list_kube_config_contexts(config_file=kubeconfig)
+        chosen = next(one for one in every if one["name"] == context) if context else active
+        return found, chosen["context"].get("namespace") or "default"
+    except Exception as error:  # the library raises whatever a file that is none makes it stumble over
+        file = f" {kubeconfig}" if kubeconfig else ""
+        raise InputError(f"no usable kubeconfig{file}: {' '.join(str(error).split()) or type(error).__name__}") from error
+
+
+class _Told(logging.Handler):
+    """What the library says of a plugin that failed: it logs it, and goes on to ask as nobody."""
+
+    says = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Of one that wrote to the terminal the library has no words, and stumbles over that."""
+        mute = isinstance(sys.exc_info()[1], AttributeError)
+        self.says = "it failed, its words are above" if mute else record.getMessage()
+
+
+@contextmanager
+def _told() -> Iterator[_Told]:
+    root, handler = logging.getLogger(), _Told(logging.ERROR)
+    root.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        root.removeHandler(handler)
