@@ -125,3 +125,14 @@ def test_a_credential_plugin_that_fails_is_told_and_nobody_is_asked(
     assert words in said
     assert said.count("\n") == 1
     assert api.asked == []
+
+
+def test_an_empty_kubeconfig_variable_is_none(tmp_path: Path):
+    """kubectl takes `KUBECONFIG=` for one that is not set; of ~/.kube/config it was said that it is no configuration."""
+    (home := tmp_path / ".kube").mkdir()
+    with Api(rolling("Complete")) as api:
+        kubeconfig(home, {}, server=f"http://127.0.0.1:{api.server_port}")
+        command = [sys.executable, "-m", "fleet_cli.main", "rollout", "status", "f"]
+        environment = {**os.environ, "HOME": str(tmp_path), "KUBECONFIG": ""}
+        asked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (asked.stdout, asked.stderr) == ("Complete: words\n", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,18 +11,21 @@ from typing import Any
 
 from fleet_cli.errors import InputError
 
+DEFAULT = "~/.kube/config"
+
 
 def opened(kubeconfig: str | None, context: str | None) -> tuple[Any, str]:
     """The Kubernetes client's configuration, and the namespace of the context. InputError: there is none that can be used."""
     from kubernetes import client, config
 
+    asked = kubeconfig or os.environ.get("KUBECONFIG") or DEFAULT  # an empty variable is none, as for kubectl
     try:
         found = client.Configuration()
         with _told() as plugin:
-            config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=found)
+            config.load_kube_config(config_file=asked, context=context, client_configuration=found)
         if plugin.says:
             raise InputError(f"the credential plugin: {plugin.says}")
-        every, active = config.list_kube_config_contexts(config_file=kubeconfig)
+        every, active = config.list_kube_config_contexts(config_file=asked)
         chosen = next(one for one in every if one["name"] == context) if context else active
         return found, chosen["context"].get("namespace") or "default"
     except Exception as error:  # the library raises whatever a file that is none makes it stumble over
