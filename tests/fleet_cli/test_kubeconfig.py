@@ -99,6 +99,15 @@ def test_an_explain_that_is_ended_leaves_no_way_to_a_router_open(number: signal.
         os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
+def test_a_certificate_that_is_not_to_be_verified_is_no_news(tmp_path: Path):
+    """With insecure-skip-tls-verify each second of a followed rollout wrote two lines of urllib3's about it, which kubectl never
+    does."""
+    with secured(tmp_path) as path:
+        command = [sys.executable, "-m", "fleet_cli.main", "rollout", "status", "f", "--timeout", "0", "--kubeconfig", path]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert asked.stderr == "fleet: the rollout of fleet f is not over after 0 s (--timeout)\n"
+
+
 @pytest.mark.parametrize(
     ("plugin", "words"),
     [

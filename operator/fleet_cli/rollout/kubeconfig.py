@@ -17,7 +17,10 @@ DEFAULT = "~/.kube/config"
 def opened(kubeconfig: str | None, context: str | None) -> tuple[Any, str]:
     """The Kubernetes client's configuration, and the namespace of the context. InputError: there is none that can be used."""
     from kubernetes import client, config
+    from urllib3 import disable_warnings
+    from urllib3.exceptions import InsecureRequestWarning
 
+    disable_warnings(InsecureRequestWarning)  # who wrote insecure-skip-tls-verify need not hear of it with every request
     asked = kubeconfig or os.environ.get("KUBECONFIG") or DEFAULT  # an empty variable is none, as for kubectl
     try:
         found = client.Configuration()
