@@ -9,8 +9,9 @@ import json
 import ssl
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -196,10 +197,13 @@ class Answers(http.server.BaseHTTPRequestHandler):
     """A port that is no router's, or one."""
 
     answer: tuple[int, object] = (200, {})
+    headers_sent: Mapping[str, str] = {}
 
     def do_GET(self) -> None:
         body = json.dumps(self.answer[1]).encode()
         self.send_response(self.answer[0])
+        for name, value in self.headers_sent.items():
+            self.send_header(name, value)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -208,8 +212,10 @@ class Answers(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def answering(status: int, body: object, tls: ssl.SSLContext | None = None) -> Iterator[str]:
-    kind = type("Answering", (Answers,), {"answer": (status, body)})
+def answering(
+    status: int, body: object, tls: ssl.SSLContext | None = None, headers: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[str]:
+    kind = type("Answering", (Answers,), {"answer": (status, body), "headers_sent": headers})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
         if tls is not None:
             server.socket = tls.wrap_socket(server.socket, server_side=True)

@@ -145,3 +145,12 @@ def test_an_empty_kubeconfig_variable_is_none(tmp_path: Path):
         environment = {**os.environ, "HOME": str(tmp_path), "KUBECONFIG": ""}
         asked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (asked.stdout, asked.stderr) == ("Complete: words\n", "")
+
+
+def test_a_server_that_asks_for_patience_is_not_slept_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A 503 with `Retry-After: 600` of what stands before an API server was obeyed, three times, whatever --timeout said."""
+    with answering(503, {}, headers={"retry-after": "20"}) as url:
+        began = time.monotonic()
+        assert main(["rollout", "status", "f", "--timeout", "0", "--kubeconfig", kubeconfig(tmp_path, {}, server=url)]) == 1
+    assert time.monotonic() - began < 15
+    assert "Service Unavailable" in capsys.readouterr().err
