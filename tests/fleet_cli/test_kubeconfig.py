@@ -154,3 +154,26 @@ def test_a_server_that_asks_for_patience_is_not_slept_on(tmp_path: Path, capsys:
         assert main(["rollout", "status", "f", "--timeout", "0", "--kubeconfig", kubeconfig(tmp_path, {}, server=url)]) == 1
     assert time.monotonic() - began < 15
     assert "Service Unavailable" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("proxy", "words"),
+    [
+        ("socks5://u:secret@127.0.0.1:1", "a SOCKS proxy (proxy-url, HTTPS_PROXY) needs the Python package PySocks"),
+        ("ftp://127.0.0.1:1", "unsupported scheme ftp"),
+    ],
+    ids=["socks", "no-proxy"],
+)
+def test_a_proxy_that_cannot_be_used_is_one_line(
+    proxy: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """`ssh -D` and `proxy-url: socks5://...`, which kubectl knows, was a traceback that ended with "No module named 'socks'"."""
+    monkeypatch.setitem(sys.modules, "socks", None)  # as if nobody had installed it
+    monkeypatch.delitem(sys.modules, "urllib3.contrib.socks", raising=False)
+    path = kubeconfig(tmp_path, {}, server="https://127.0.0.1:1", **{"proxy-url": proxy})
+    assert main(["rollout", "status", "f", "--kubeconfig", path]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"fleet: no usable kubeconfig {path}: ")
+    assert words in said
+    assert "secret" not in said
+    assert said.count("\n") == 1

@@ -24,8 +24,6 @@ WATCH_S = 1.0
 WITHIN_S = (10.0, 30.0)
 """To connect, and to answer. Without bounds of its own the client waits for ever."""
 CONFLICT, CHANGES_MOST = 409, 5
-PATIENCE_S = 2.0
-"""The most of what an answer asks for (`Retry-After`), which may be an hour. The API server's own is a second."""
 PASSING = (429, 500, 502, 503, 504)
 """What an API server, or what stands before it, says that restarts."""
 
@@ -45,13 +43,11 @@ class Fleets:
         from kubernetes import client
         from urllib3.exceptions import HTTPError
 
-        found, default = opened(kubeconfig, context)
+        asking, default = opened(kubeconfig, context)
         self.namespace = namespace or default
-        found.retries = _retry()
-        asking = client.ApiClient(found)
         self._fleets, self._apps = client.CustomObjectsApi(asking), client.AppsV1Api(asking)
         self._errors, self._silence = (client.ApiException, OSError), HTTPError
-        self._url = found.host
+        self._url = asking.configuration.host
 
     def get(self, name: str) -> Object:
         """The fleet."""
@@ -130,18 +126,6 @@ class Fleets:
                 ) from error
             kind = NoAnswerError if status in PASSING else ConflictError if status == CONFLICT else RunError
             raise kind(f"{_words(error)} (fleet {name}, namespace {self.namespace})") from error
-
-
-def _retry() -> Any:
-    from urllib3 import Retry
-    from urllib3.response import BaseHTTPResponse
-
-    class Impatient(Retry):
-        def get_retry_after(self, response: BaseHTTPResponse) -> float | None:
-            asked = super().get_retry_after(response)
-            return None if asked is None else min(asked, PATIENCE_S)
-
-    return Impatient(3, read=1, allowed_methods=["GET"])  # a write that is sent twice conflicts with itself
 
 
 def _cause(error: Exception) -> str:

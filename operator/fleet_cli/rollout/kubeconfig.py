@@ -12,15 +12,17 @@ from typing import Any
 from fleet_cli.errors import InputError
 
 DEFAULT = "~/.kube/config"
+SOCKS = "a SOCKS proxy (proxy-url, HTTPS_PROXY) needs the Python package PySocks: install it, or name an HTTP proxy"
+PATIENCE_S = 2.0
+"""The most of what an answer asks for (`Retry-After`), which may be an hour. The API server's own is a second."""
 
 
 def opened(kubeconfig: str | None, context: str | None) -> tuple[Any, str]:
-    """The Kubernetes client's configuration, and the namespace of the context. InputError: there is none that can be used."""
+    """The Kubernetes client, and the namespace of the context. InputError: there is none that can be used."""
     from kubernetes import client, config
     from urllib3 import disable_warnings
-    from urllib3.exceptions import InsecureRequestWarning
 
-    disable_warnings(InsecureRequestWarning)  # who wrote insecure-skip-tls-verify need not hear of it with every request
+    disable_warnings()  # who wrote insecure-skip-tls-verify need not hear of it with every request; the rest is said below
     asked = kubeconfig or os.environ.get("KUBECONFIG") or DEFAULT  # an empty variable is none, as for kubectl
     try:
         found = client.Configuration()
@@ -30,10 +32,24 @@ def opened(kubeconfig: str | None, context: str | None) -> tuple[Any, str]:
             raise InputError(f"the credential plugin: {plugin.says}")
         every, active = config.list_kube_config_contexts(config_file=asked)
         chosen = next(one for one in every if one["name"] == context) if context else active
-        return found, chosen["context"].get("namespace") or "default"
+        found.retries = _retry()
+        return client.ApiClient(found), chosen["context"].get("namespace") or "default"
     except Exception as error:  # the library raises whatever a file that is none makes it stumble over
         file = f" {kubeconfig}" if kubeconfig else ""
-        raise InputError(f"no usable kubeconfig{file}: {' '.join(str(error).split()) or type(error).__name__}") from error
+        words = SOCKS if isinstance(error, ModuleNotFoundError) else " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"no usable kubeconfig{file}: {words}") from error
+
+
+def _retry() -> Any:
+    from urllib3 import Retry
+    from urllib3.response import BaseHTTPResponse
+
+    class Impatient(Retry):
+        def get_retry_after(self, response: BaseHTTPResponse) -> float | None:
+            asked = super().get_retry_after(response)
+            return None if asked is None else min(asked, PATIENCE_S)
+
+    return Impatient(3, read=1, allowed_methods=["GET"])  # a write that is sent twice conflicts with itself
 
 
 class _Told(logging.Handler):
