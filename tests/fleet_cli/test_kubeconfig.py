@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -177,3 +178,22 @@ def test_a_proxy_that_cannot_be_used_is_one_line(
     assert words in said
     assert "secret" not in said
     assert said.count("\n") == 1
+
+
+def test_a_token_of_a_file_may_end_its_line(tmp_path: Path):
+    """`kubectl create token > FILE` writes one that does, and kubectl reads it. Here no header took it, and what answers was told
+    to be no API server."""
+    (tmp_path / "token").write_text("abc\n")
+    heard: list[str] = []
+    with Api(rolling("Progressing"), rolling("Complete")) as api:
+        handler = api.RequestHandlerClass
+        get = handler.do_GET
+
+        def listening(self: Any) -> None:
+            heard.append(self.headers["authorization"])
+            get(self)
+
+        handler.do_GET = listening
+        path = kubeconfig(tmp_path, {"tokenFile": str(tmp_path / "token")}, server=f"http://127.0.0.1:{api.server_port}")
+        assert main(["rollout", "status", "f", "--kubeconfig", path]) == 0
+    assert heard == ["Bearer abc"] * 2

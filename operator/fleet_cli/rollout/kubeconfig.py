@@ -33,11 +33,25 @@ def opened(kubeconfig: str | None, context: str | None) -> tuple[Any, str]:
         every, active = config.list_kube_config_contexts(config_file=asked)
         chosen = next(one for one in every if one["name"] == context) if context else active
         found.retries = _retry()
+        _trim_tokens(found)
         return client.ApiClient(found), chosen["context"].get("namespace") or "default"
     except Exception as error:  # the library raises whatever a file that is none makes it stumble over
         file = f" {kubeconfig}" if kubeconfig else ""
         words = SOCKS if isinstance(error, ModuleNotFoundError) else " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"no usable kubeconfig{file}: {words}") from error
+
+
+def _trim_tokens(found: Any) -> None:
+    """A tokenFile ends its line, as whatever writes one does, and no header takes that."""
+    refresh = found.refresh_api_key_hook
+
+    def trimmed(configuration: Any) -> None:
+        if refresh is not None:
+            refresh(configuration)
+        configuration.api_key = {name: key.strip() for name, key in configuration.api_key.items()}
+        configuration.refresh_api_key_hook = trimmed  # a refresh puts its own there again
+
+    found.refresh_api_key_hook = trimmed
 
 
 def _retry() -> Any:
