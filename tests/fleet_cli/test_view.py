@@ -256,6 +256,13 @@ def test_the_panel_cuts_no_cause_at_the_edge_of_the_terminal(monkeypatch):
     assert f"Mismatch: {why}" in " ".join(out.getvalue().split())
 
 
+def test_what_is_to_be_pasted_into_a_shell_is_on_a_terminal_as_it_is():
+    """In a terminal the model `acme:on:cpu` of the line to paste was one that nobody serves: rich knows `:on:` as a picture."""
+    line = curl_line("http://127.0.0.1:8080", "acme:on:cpu", tokens=9)
+    LiveScreen(out := io.StringIO(), lambda: 0.0).block(line)
+    assert line in out.getvalue()
+
+
 @pytest.mark.parametrize(("term", "kind"), [("dumb", PlainScreen), ("xterm", LiveScreen)])
 def test_a_terminal_that_draws_no_panel_gets_lines(monkeypatch, term, kind):
     """With TERM=dumb nothing was said of any pod, ready or not."""

@@ -153,7 +153,7 @@ class LiveScreen:
         from rich.live import Live
 
         self._now, self._start = now, now()
-        self._console = Console(file=out, highlight=False, soft_wrap=True)
+        self._console = Console(file=out, highlight=False, soft_wrap=True, emoji=False)
         self._snapshot: Snapshot | None = None
         self._live: Live = Live(
             get_renderable=self._panel, console=self._console, refresh_per_second=REFRESH_PER_S, transient=True
