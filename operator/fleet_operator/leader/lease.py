@@ -6,11 +6,14 @@ its renewal time is for people.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 Object = dict[str, Any]
+RELEASED_S = 1
+"""The duration of a lease that was given back; no holder may have one so short."""
+SOMEBODY = "somebody unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +79,13 @@ def parse_lease(obj: Object) -> Lease:
 
 
 def see(before: Sight | None, lease: Lease, now: float) -> Sight:
-    """The new sight: only a change starts the time anew."""
-    return before if before is not None and before.lease == lease else Sight(lease, now)
+    """The new sight: only a change starts the time anew. Who held a lease that has no holder now and was not given back (it was
+    deleted, or replaced as the chart has it) may write until it hears of that: it still counts as held for its whole duration."""
+    if before is None or before.lease == lease:
+        return before or Sight(lease, now)
+    if not lease.holder and lease.lease_s != RELEASED_S:
+        lease = replace(lease, holder=before.lease.holder or SOMEBODY, lease_s=before.lease.lease_s)
+    return before if before.lease == lease else Sight(lease, now)
 
 
 def decide(sight: Sight, me: str, terms: Terms, now: float) -> Step:
@@ -110,7 +118,9 @@ def render_lease(name: str, namespace: str, sight: Sight, me: str, terms: Terms,
 
 def render_release(name: str, namespace: str, lease: Lease) -> Object:
     """Given back: no holder, so that the next one need not wait."""
-    return _lease(name, namespace, lease.version) | {"spec": {"leaseDurationSeconds": 1, "leaseTransitions": lease.transitions}}
+    return _lease(name, namespace, lease.version) | {
+        "spec": {"leaseDurationSeconds": RELEASED_S, "leaseTransitions": lease.transitions}
+    }
 
 
 def render_unborn(name: str, namespace: str) -> Object:

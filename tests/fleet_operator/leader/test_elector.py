@@ -297,6 +297,48 @@ def test_one_question_that_nobody_answers_is_survived(asks: str):
     played(scenario)
 
 
+@pytest.mark.parametrize("emptied", [False, True], ids=["deleted", "emptied"])
+def test_a_lease_that_somebody_took_away_is_not_taken_before_its_holder_knows(emptied: bool):
+    """Deleted by hand, or replaced by the chart's empty one (`helm upgrade --force`): who stood by took it at once, while the
+    leader went on writing until its next renewal, and without an answer until its fence closed."""
+
+    async def scenario(world: World) -> None:
+        a, b = Process(world, "a"), Process(world, "b")
+        await a.try_once()
+        await b.try_once()
+        if emptied:
+            lease = await world.store.get(LEASE, "ns", "lease")
+            await world.store.patch(LEASE, "ns", "lease", {"spec": dict.fromkeys(lease["spec"])})
+        else:
+            await world.store.delete(LEASE, "ns", "lease")
+        a.wire.loses = "request"
+        for _ in range(7):
+            await b.try_once()
+            assert not (a.fence.open_s > 0 and b.fence.open_s > 0)
+            await world.sleep(2)
+        await world.sleep(2)
+        await b.try_once()
+        assert await b.writes(), "it is over"
+
+    played(scenario)
+
+
+def test_a_leader_whose_lease_was_deleted_keeps_it():
+    async def scenario(world: World) -> None:
+        a, b = Process(world, "a"), Process(world, "b")
+        for process in (a, b):
+            await process.try_once()
+        await world.store.delete(LEASE, "ns", "lease")
+        for _ in range(20):
+            await world.sleep(2)
+            for process in (b, a):
+                await process.try_once()
+            assert (await a.writes(), await b.writes()) == (True, False)
+        assert (await world.store.get(LEASE, "ns", "lease"))["spec"]["holderIdentity"] == "a"
+
+    played(scenario)
+
+
 def test_a_released_lease_is_taken_at_once():
     async def scenario(world: World) -> None:
         a, b = Process(world, "a"), Process(world, "b")
