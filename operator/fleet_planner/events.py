@@ -31,6 +31,7 @@ SEVERE: Final = frozenset(
         "BackedOut",
         "BeyondBudget",
         DELETION_LATE,
+        "DevicesFailing",
         "FabricSuspected",
         "HealingBudgetSpent",
         "Invalid",

@@ -333,9 +333,11 @@ def _rests(tier: TierStatus) -> bool:
 
 
 def _within_ratio(views: Sequence[TierView], tiers: Sequence[TierStatus]) -> Verdict:
-    excused = "; ".join(words for view in views if (words := _excused(view)))
-    astray = "; ".join([excused] * bool(excused) + [words for view in views if (words := _astray(view))])
-    beside = f"; {astray}" if astray else ""
+    excused, astray, failing = (
+        "; ".join(words for view in views if (words := said(view))) for said in (_excused, _astray, _failing)
+    )
+    apart = "; ".join(words for words in (excused, astray, failing) if words)
+    beside = f"; {apart}" if apart else ""
     for view, status in zip(views, tiers, strict=True):
         prefill, decode, ratio = status.prefill.serving, status.decode.serving, view.tier.ratio
         if prefill + decode == 0 and _rests(status):
@@ -348,8 +350,8 @@ def _within_ratio(views: Sequence[TierView], tiers: Sequence[TierStatus]) -> Ver
                 "OutOfRatio",
                 f"tier {view.tier.name} serves {prefill}:{decode}, allowed is {ratio.min} to {ratio.max}{beside}",
             )
-    if astray:
-        return "True", "AgentsSuspected" if excused else "RoleMismatch", astray
+    if apart:
+        return "True", "AgentsSuspected" if excused else "RoleMismatch" if astray else "DevicesFailing", apart
     both = [(view.tier, view.decision.disputed) for view in views if view.decision.disputed is not None]
     disputes = [f"tier {tier.name}: {dispute_words(said, project(*said, bounds_of(tier)))}" for tier, said in both]
     if disputes:
@@ -369,6 +371,20 @@ def _excused(view: TierView) -> str:
     what = "it must be what they have in common, their image or their agent: they serve on, none is told its role or replaced, "
     what += "and no rollout to their revision goes on"
     return f"tier {view.tier.name}: {grouped(pods, lambda pod: pod.excused)}; {what}" if pods else ""
+
+
+def _failing(view: TierView) -> str:
+    """Ready workers that are passed over because their devices fail, in words; empty when there are none. Until others are ready
+    in their place nothing else tells that they do not serve."""
+    held = {target.uid for target in view.plan.targets if target.state == "held"} if any([w.sick for w in view.workers]) else ()
+    passed = [worker for worker in view.workers if worker.sick and worker.leader.uid in held]
+    if not passed:
+        return ""
+    roles = [worker.role for worker in passed]
+    counts = " and ".join(f"{roles.count(role)} {role}" for role in ROLES if role in roles)
+    pods = [next(pod for pod in worker.pods if pod.sick) for worker in passed]
+    what = "ready and get no new requests because their devices fail, until they are replaced"
+    return f"tier {view.tier.name}: {counts} workers are {what}: {grouped(pods, lambda pod: pod.sick)}"
 
 
 def _telemetry(fleet: InferenceFleet, observed: Observed, now: float) -> Verdict:

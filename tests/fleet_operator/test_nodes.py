@@ -165,10 +165,51 @@ def test_a_worker_on_failing_devices_gets_no_new_request_from_the_next_pass_on(s
         assert set(states.values()) == {"serving"}
         there = {pod["metadata"]["name"]: pod["metadata"] for pod in await world.store.list(POD, NAMESPACE)}
         assert "deletionTimestamp" not in there[on_it]
+        said = await world.condition("WithinRatio")
+        assert (said["status"], said["reason"]) == ("True", "DevicesFailing")
+        assert said["message"].startswith("tier t: 1 decode workers are ready and get no new requests because their devices fail")
+        assert on_it in said["message"]
+        assert "node bad has " in said["message"]
+        assert any(event.startswith(f"Warning DevicesFailing {said['message']}") for event in await world.events())
         world.node = "node"
         await world.settle()
+        assert (await world.condition("WithinRatio"))["reason"] == "InRatio"
         assert on_it not in await told(world)
         assert set((await told(world)).values()) == {"serving"}
+
+    asyncio.run(scenario())
+
+
+def test_many_nodes_called_bad_at_once_leave_no_fleet_that_says_all_is_well():
+    """One pair of 8:12 served on, the others were held for the minutes that their replacements took, `Ready` said AllGood,
+    `WithinRatio` InRatio, and no event anything but that workers were created."""
+
+    async def scenario() -> None:
+        world = World()
+        sizes = {role: {"minReplicas": count, "maxReplicas": count} for role, count in (("prefill", 8), ("decode", 12))}
+        world.node = "bad"
+        await world.user.apply(manifest(tiers=[{"name": "t", "accelerator": {"type": "cpu"}, **sizes}]))
+        await world.look()
+        await world.operator.drain()
+        names = [pod["metadata"]["name"] for pod in await world.store.list(POD, NAMESPACE)]
+        world.late = {name for name in names if name.endswith("-0")}  # the pair that is elsewhere
+        await world.kubelet()
+        world.late, world.node = set(), "well"
+        await world.settle()
+        before = {pod["metadata"]["name"] for pod in await world.store.list(POD, NAMESPACE)}
+        world.operator.feed(NODE, WatchEvent("MODIFIED", node("bad", GPUXIDError="True")))
+        await world.look()
+        await world.operator.drain()
+        states = list((await told(world)).values())
+        assert (states.count("serving"), states.count("held")) == (2, 18)
+        assert before < {pod["metadata"]["name"] for pod in await world.store.list(POD, NAMESPACE)}
+        said = await world.condition("WithinRatio")
+        assert (said["reason"], "7 prefill and 11 decode workers" in said["message"]) == ("DevicesFailing", True)
+        world.operator.feed(NODE, WatchEvent("MODIFIED", node("bad")))
+        await world.look()
+        await world.operator.drain()
+        assert list((await told(world)).values()).count("serving") == 20, "it was said by mistake"
+        assert (await world.condition("WithinRatio"))["reason"] == "InRatio"
 
     asyncio.run(scenario())
 

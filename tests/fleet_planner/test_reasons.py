@@ -36,6 +36,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "Creating": ("Provisioned", "False", "", ""),
     "Deleting": ("Available", "False", "Normal", "Normal"),
     "DeletionLate": ("Available", "False", "Warning", "Warning"),
+    "DevicesFailing": ("WithinRatio", "True", "Warning", "Warning"),
     "FabricSuspected": ("Disaggregating", "False", "Warning", "Warning"),
     "Fresh": ("TelemetryFresh", "True", "", ""),
     "HealingBudgetSpent": ("Disaggregating", "False", "Warning", "Warning"),
