@@ -91,7 +91,7 @@ class Recorder:
                         if event.at:  # another life of the operator may have told it
                             self._told(event.type, event.reason)
         except (ClusterError, TimeoutError) as error:
-            LOG.warning("fleet=%s/%s events not written: %s", *key, error or "no answer in time", extra=about(*key))
+            LOG.warning("fleet=%s/%s events not written: %s", *key, str(error) or "no answer in time", extra=about(*key))
 
 
 def _time(event: Event) -> float:

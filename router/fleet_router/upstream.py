@@ -445,8 +445,8 @@ class Pool:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await loop.create_connection(lambda: cast("asyncio.Protocol", connection), self.address, self.port)
-        except (OSError, TimeoutError) as error:
-            then(None, NO_ROOM if isinstance(error, OSError) and error.errno in OURS else f"cannot connect: {error or 'timeout'}")
+        except OSError as error:  # a timeout is one, too
+            then(None, NO_ROOM if error.errno in OURS else f"cannot connect: {str(error) or 'timeout'}")
             return
         if not await self.proven():
             connection.abort()

@@ -244,6 +244,24 @@ def recorded(refusal: ClusterError | None = None, kept: int = 1_000, passes: int
     return asyncio.run(scenario())
 
 
+def test_that_events_were_not_written_in_time_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    async def scenario() -> None:
+        store = MemoryCluster()
+        raw = await store.apply(manifest())
+
+        async def silent(_: Any) -> None:
+            await asyncio.sleep(3_600)
+
+        monkeypatch.setattr(store, "create", silent)
+        monkeypatch.setattr("fleet_operator.recorder.WRITING_S", 0.01)
+        await Recorder(store, lambda: NOW).record(
+            raw, status(Ready=("True", "AllGood")), Outcome(done=[worker("created", "d")]), {}
+        )
+
+    asyncio.run(scenario())
+    assert "events not written: no answer in time" in caplog.text
+
+
 def test_a_pass_without_news_is_not_recorded():
     async def scenario() -> None:
         raw, well, ill = (

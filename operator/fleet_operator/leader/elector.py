@@ -111,7 +111,7 @@ class Elector:
             async with asyncio.timeout(RELEASE_S):
                 await self._give_back(sight.lease)
         except (ClusterError, TimeoutError) as error:
-            LOG.warning("could not give the lease back: %s", error or "no answer in time")
+            LOG.warning("could not give the lease back: %s", str(error) or "no answer in time")
 
     async def _give_back(self, lease: Lease) -> None:
         who = self._candidate
@@ -129,7 +129,7 @@ class Elector:
             except TimeoutError:
                 step = await self._attempt_within(self._fence.open_s)
         except (ClusterError, TimeoutError) as error:
-            LOG.warning("the lease was not renewed: %s; %.1f s left", error or "no answer in time", self._fence.open_s)
+            LOG.warning("the lease was not renewed: %s; %.1f s left", str(error) or "no answer in time", self._fence.open_s)
         else:
             if not self.leading:
                 raise LeadershipLostError(step.reason)

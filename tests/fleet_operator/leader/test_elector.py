@@ -402,7 +402,8 @@ async def written_without_an_answer(process: Process) -> None:
     process.wire.apply = apply  # type: ignore[method-assign]
 
 
-def test_a_silent_api_server_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch):
+def test_a_silent_api_server_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    """The line said: could not give the lease back, and then nothing."""
     monkeypatch.setattr(elector, "RELEASE_S", 0.01)
 
     async def scenario(world: World) -> None:
@@ -416,6 +417,7 @@ def test_a_silent_api_server_does_not_hold_up_the_end(monkeypatch: pytest.Monkey
         await asyncio.wait_for(a.elector.release(), 2)
 
     played(scenario)
+    assert "could not give the lease back: no answer in time" in caplog.text
 
 
 def test_release_leaves_somebody_elses_lease_alone():

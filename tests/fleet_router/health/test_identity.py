@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import pytest
@@ -125,6 +126,21 @@ def test_a_worker_that_dies_while_its_agent_is_asked_is_not_waited_for():
         server.close()
 
     asyncio.run(go())
+
+
+def test_a_worker_that_nothing_comes_from_is_told_as_a_timeout(monkeypatch: pytest.MonkeyPatch):
+    """A node that is gone answers no SYN; traces and logs said "cannot connect: " and not why."""
+
+    async def go() -> tuple[object, str]:
+        async def dark(*_: Any, **__: Any) -> None:
+            raise TimeoutError
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", dark)
+        got: asyncio.Future[tuple[object, str]] = asyncio.get_running_loop().create_future()
+        Pool("127.0.0.1", 1, Upstream).take(lambda connection, why: got.set_result((connection, why)))
+        return await got
+
+    assert asyncio.run(go()) == (None, "cannot connect: timeout")
 
 
 def test_r11_a_stranger_is_left_out_until_the_document_changes():
