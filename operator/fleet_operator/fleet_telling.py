@@ -7,12 +7,17 @@ that says that all is well is written at the end in any case: whoever reads it f
 
 from __future__ import annotations
 
+import logging
+
 from fleet_api.parse import known_status
 from fleet_api.v1alpha1.status import FleetStatus
 from fleet_operator.cluster.interface import FLEET, Cluster, ClusterError, ConflictError, NotFoundError, Object
-from fleet_operator.compare import merge_patch
+from fleet_operator.compare import difference, merge_patch
+from fleet_operator.health.logs import about
 from fleet_operator.outcome import Outcome
 from fleet_operator.status_pace import StatusPace
+
+LOG = logging.getLogger("fleet.operator")
 
 
 class Words:
@@ -26,6 +31,8 @@ class Words:
         """What was found to say the same."""
         self._ours: Object | None = None
         """What was found to say what was asked for then."""
+        self._kept: tuple[Object, Object] | None = None
+        """What was written last, and what of it stands there, where that is less."""
 
     def of(self, status: FleetStatus) -> Object:
         """Nobody may change it."""
@@ -45,6 +52,16 @@ class Words:
         if present is not None and present is not self._present and present == self._wish:
             self._present = self._ours = present
         return present is not None and present is self._present
+
+    def written(self, answer: Object) -> str:
+        """The first field of what was just written that the API server dropped: its CRD is older. Empty: all of it is there."""
+        lost = "" if answer == self._wish else difference(answer, self._wish)
+        self._kept = (self._wish, answer) if lost else None
+        return lost
+
+    def is_kept(self, present: Object | None) -> bool:
+        """Whether no more of this status can stand there: to write it again would change nothing."""
+        return self._kept is not None and self._kept[0] is self._wish and self._kept[1] == present
 
     def spoken(self, present: Object | None) -> FleetStatus | None:
         """What `present` says, but for what it resolves, where that is the status that was asked for last: to read it out of the
@@ -100,13 +117,17 @@ class FleetTelling:
 
     async def _write(self, version: str | None) -> bool:
         meta, present = self._raw["metadata"], self._raw.get("status")
-        if self._words.stand_in(present):
+        if self._words.stand_in(present) or self._words.is_kept(present):
             return False
         known = present if present is None or self._words.is_ours(present) else known_status(self._raw)
         if not self._pace.is_due(meta["uid"], known, self._wish):
             return False
         patch = merge_patch(known or {}, self._wish)
-        await self._cluster.patch_status(FLEET, meta["namespace"], meta["name"], patch, version=version)
+        made = await self._cluster.patch_status(FLEET, meta["namespace"], meta["name"], patch, version=version)
         self._pace.written(meta["uid"])
         self._written = True
+        if (lost := self._words.written(made.get("status") or {})) and self._pace.is_news(lost):
+            words = "the API server drops it, so its CRDs are older than this operator, which forgets what it cannot write down"
+            where = meta["namespace"], meta["name"]
+            LOG.warning("fleet=%s/%s status.%s: %s: apply the CRDs of its version", *where, lost, words, extra=about(*where))
         return True

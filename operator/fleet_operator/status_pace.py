@@ -6,6 +6,7 @@ compares again, so the last counters are written at the latest at the first pass
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from fleet_operator.cluster.interface import Object
 
 COUNTERS_S: Final = 30.0
 """Counters alone are written this often."""
+INDEX: Final = re.compile(r"\[\d+\]")
 TELLS_COUNTERS: Final = "Disaggregating"
 """The condition whose message counts."""
 
@@ -24,6 +26,7 @@ class StatusPace:
         self._now = now
         self._counters_s = counters_s
         self._written_at: dict[str, float] = {}
+        self._dropped: set[str] = set()
 
     def is_due(self, uid: str, present: Object | None, wish: Object) -> bool:
         """Whether `wish` should be written now."""
@@ -36,6 +39,13 @@ class StatusPace:
     def written(self, uid: str) -> None:
         """The status was written."""
         self._written_at[uid] = self._now()
+
+    def is_news(self, dropped: str) -> bool:
+        """Whether no fleet's status has lost this field before; of tiers and other lists any entry is the same."""
+        field = INDEX.sub("[]", dropped)
+        news = field not in self._dropped
+        self._dropped.add(field)
+        return news
 
     def forget(self, uid: str) -> None:
         """The fleet is gone."""

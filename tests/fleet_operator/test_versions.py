@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet_api.parse import known_status, parse_fleet
-from fleet_operator.cluster.interface import FLEET, POD, POOL
+from fleet_operator.cluster.interface import FLEET, POD, POOL, Kind
 from fleet_planner.reconcile import reconcile
 from fleet_planner.types import Observed, Template
 from tests.fleet_operator.world import NAMESPACE, World, manifest, play
@@ -37,6 +37,40 @@ def test_words_of_a_newer_operator_are_left_alone():
         assert await world.step() == []
         assert await pods(world) == before
         assert await world.events() == told
+
+    play(scenario)
+
+
+def test_what_an_older_crd_drops_from_a_status_is_said_once_and_not_written_in_every_pass(caplog: pytest.LogCaptureFixture):
+    """A second release with `crds.install: false`, or CRDs that nobody applied: 15 writes a minute that changed nothing for each
+    fleet, and nobody was told that the operator forgets with its next start what it could not write down."""
+
+    async def scenario(world: World) -> None:
+        kept = world.store.patch_status
+
+        async def pruned(kind: Kind, namespace: str, name: str, status: dict[str, Any], **more: Any) -> dict[str, Any]:
+            less = {key: value for key, value in status.items() if key != "endpoint"}
+            if kind == FLEET and "tiers" in less:
+                less["tiers"] = [{key: value for key, value in tier.items() if key != "rollout"} for tier in less["tiers"]]
+            return await kept(kind, namespace, name, less, **more)
+
+        world.store.patch_status = pruned  # type: ignore[method-assign]
+        for name in "fgh":
+            await world.user.apply(manifest(name))
+        status = (await world.store.get(FLEET, NAMESPACE, "f"))["status"]
+        await kept(FLEET, NAMESPACE, "f", {"endpoint": None, "tiers": [{**status["tiers"][0], "rollout": None}]})
+        await world.settle()
+        for _ in range(3):
+            world.now += 30
+            assert await world.touch() == []
+        told = [record.getMessage() for record in caplog.records if "older than this operator" in record.getMessage()]
+        assert len(told) == 1
+        assert "status.endpoint" in told[0]
+        pool = await world.pool("decode")
+        await world.user.patch(POD, NAMESPACE, f"{pool['metadata']['name']}-0", {"metadata": {"annotations": {"a": "b"}}})
+        assert await world.step() == []
+        await world.user.delete(POD, NAMESPACE, f"{pool['metadata']['name']}-0", grace_s=0)
+        assert ("status", "InferenceFleet", pool["spec"]["fleet"]) in await world.step(), "what changes is written"
 
     play(scenario)
 
