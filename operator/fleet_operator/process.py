@@ -11,10 +11,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+from fleet_operator.adapters.follow import AdapterFollower
 from fleet_operator.certs.keeper import Keeper, Place
 from fleet_operator.cluster.guarded import Guard, GuardedCluster
 from fleet_operator.cluster.interface import FLEET
 from fleet_operator.cluster.kube import KubeCluster
+from fleet_operator.flip.asking import open_ask, telling_while
+from fleet_operator.flip.follow import FlipFollower
 from fleet_operator.health.meters import Meters
 from fleet_operator.health.pulse import Pulse
 from fleet_operator.health.server import Readiness, health_app, serving
@@ -63,7 +66,10 @@ async def run(options: Options) -> None:
             elector, territory = _elector(parts), _territory(parts)
             cluster = parts.cluster(territory) if territory is not None else parts.cluster()
             owns = territory.owns if territory is not None else (lambda namespace: True)
-            reconciler = Reconciler(cluster, options.platform, telemetry, passes=parts.meters, owns=owns)
+            flips, adapters = _followers(parts)
+            reconciler = Reconciler(
+                cluster, options.platform, telemetry, passes=parts.meters, owns=owns, flips=flips, adapters=adapters
+            )
             if territory is not None:
                 territory.changed = reconciler.touch_namespace
             _observe(parts, reconciler, elector, territory)
@@ -82,6 +88,12 @@ async def run(options: Options) -> None:
 def _asked(names: Sequence[str], reconciler: Reconciler) -> str | None:
     """The namespace in which the API server is asked whether it answers: one that we may read; None for all."""
     return next((name for name in names if name not in reconciler.closed), None)
+
+
+def _followers(parts: _Parts) -> tuple[FlipFollower, AdapterFollower]:
+    """What they tell workers is a write like any other."""
+    connect = open_ask if parts.options.election is None else telling_while(lambda: parts.fence.open_s > 0)
+    return FlipFollower(connect), AdapterFollower(connect)
 
 
 def _elector(parts: _Parts) -> Elector | None:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from fleet_operator.cluster.guarded import GuardedCluster, Write
 from fleet_operator.cluster.interface import CONFIG_MAP, POD, ClusterError
 from fleet_operator.cluster.memory import MemoryCluster
+from fleet_operator.flip.follow import DEFAULT_PORTS
+from fleet_operator.health.meters import Meters
+from fleet_operator.health.pulse import Pulse
+from fleet_operator.health.server import Readiness
 from fleet_operator.leader.elector import Candidate, Elector, LeadershipLostError
 from fleet_operator.leader.fence import Fence
-from fleet_operator.process import _lead, where
+from fleet_operator.leader.lease import Terms
+from fleet_operator.options import Options
+from fleet_operator.process import _followers, _lead, _Parts, where
 from fleet_operator.territory import Selection
 from fleet_operator.together import until_first_ends
 from tests.fleet_operator.world import manifest
+from tests.fleet_planner.test_adapters import TWO, pod
 
 
 def test_the_first_error_is_the_error_and_all_have_ended():
@@ -177,3 +185,34 @@ def _fleet_kind():
 def test_the_log_says_whose_fleets_are_run(selection: Selection, words: str):
     """A fleet in another namespace has no status and no event: the operator's log is where to look, and said nothing."""
     assert where(selection) == words
+
+
+def test_a_leader_that_was_stopped_in_the_middle_of_a_look_tells_no_worker_anything(monkeypatch: pytest.MonkeyPatch):
+    """Stopped between an agent's answer and what it was to be told, for longer than the lease: it told the worker the adapters of
+    a fleet that somebody had changed since, and only then heard that another one leads."""
+    told: list[tuple[str, str]] = []
+
+    async def scenario(election: Terms | None) -> None:
+        now = [100.0]
+        fence = Fence(lambda: now[0])
+        fence.extend(110.0, 115.0)
+
+        async def agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            head = (await reader.readuntil(b"\r\n\r\n")).split(b" ")
+            told.append((head[0].decode(), head[1].decode()))
+            now[0] = 200.0  # stopped
+            writer.write(b'HTTP/1.1 200 OK\r\ncontent-length: 15\r\nconnection: close\r\n\r\n{"adapters":[]}')
+            writer.close()
+
+        async with await asyncio.start_server(agent, "127.0.0.1", 0) as server:
+            monkeypatch.setitem(DEFAULT_PORTS, "agent", server.sockets[0].getsockname()[1])
+            meters, pulse = Meters(Pulse()), Pulse()
+            kube: Any = None
+            parts = _Parts(Options(election=election), kube, fence, pulse, meters, Readiness())
+            _, adapters = _followers(parts)
+            await adapters.follow(TWO, [pod("p", ip="127.0.0.1")], {}, {})
+
+    asyncio.run(scenario(Terms()))
+    assert told == [("GET", "/state")]
+    asyncio.run(scenario(None))
+    assert told[1:] == [("GET", "/state"), ("POST", "/adapters")], "without an election nobody else may lead"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final, Protocol
 
 import httpx
@@ -81,6 +81,24 @@ async def open_ask() -> AsyncIterator[Ask]:
                 return None
 
         yield ask
+
+
+def telling_while(
+    may_tell: Callable[[], bool], connect: Callable[[], AbstractAsyncContextManager[Ask]] = open_ask
+) -> Callable[[], AbstractAsyncContextManager[Ask]]:
+    """Questions as `connect` has them; none that tells a worker something is sent once `may_tell` says no: a process that was
+    stopped in the middle of a look goes on with it before it hears that it leads no more."""
+
+    @asynccontextmanager
+    async def connected() -> AsyncIterator[Ask]:
+        async with connect() as ask:
+
+            async def asked(url: str, body: JsonBody | None = None, within_s: float = ENGINE_S) -> Answer | None:
+                return await ask(url, body, within_s) if body is None or may_tell() else None
+
+            yield asked
+
+    return connected
 
 
 def state_of(answer: Answer | None, uid: str = "") -> AgentState | None:
