@@ -164,6 +164,15 @@ def test_an_answer_goes_on_where_its_prompt_ends(tmp_path: Path):
             assert answered(text, prompt, ids) == whole[len(said) :], (prompt, ids)
 
 
+@pytest.mark.parametrize("before", range(9))
+def test_an_answer_goes_on_in_a_long_run_of_bytes(tmp_path: Path, before: int):
+    """Of a script or an emoji that a vocabulary has not (Llama 2's, Mistral's) each character is three or four byte tokens. Where
+    the sixteen tokens before the answer began within one, all of the run was U+FFFD, and so was the answer, with 200."""
+    text, _ = with_spaces_in_front(tmp_path)
+    prompt = in_bytes(text, "▁the", ("မြန်မာ" * 3 + "é" * before).encode())
+    assert answered(text, prompt, in_bytes(text, "စာ👍".encode(), "▁word")) == "စာ👍 word"
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.text(min_size=1, max_size=20), st.text(min_size=1, max_size=20))
 def test_an_answers_text_does_not_depend_on_its_prompt_where_tokens_say_it_all(before: str, after: str):

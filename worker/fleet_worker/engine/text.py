@@ -179,6 +179,7 @@ class Detokenizer:
     def behind(cls, prompt: Sequence[int], text: Text, stop: tuple[str, ...] = ()) -> Detokenizer:
         """Of an answer to this prompt: taken for a text's first word, its own first one would lose its space."""
         context = [token for token in prompt[-CONTEXT_TOKENS:] if token not in text.special]
+        context = context[_cut(context, text) :]
         return cls(text, stop, context, _read=len(context))
 
     def add(self, token: int, *, may_stop: bool = True) -> tuple[str, str | None]:
@@ -235,6 +236,15 @@ class Detokenizer:
         out, self._held = pending[: len(pending) - keep], pending[len(pending) - keep :]
         self.sent += out
         return out, None
+
+
+def _cut(context: Sequence[int], text: Text) -> int:
+    """How many of the first tokens are the end of a character whose begin is not there: a tokenizer that falls back to bytes
+    reads all of the run behind them, and what an answer adds to it, as none. At the end a character may have begun."""
+    if not text.decode(context).startswith(REPLACEMENT):
+        return 0
+    ways = ((cut, len(context) - begun) for cut in range(MAX_BEGUN + 1) for begun in range(MAX_BEGUN + 1))
+    return next((cut for cut, end in ways if cut < end and not text.decode(context[cut:end]).startswith(REPLACEMENT)), 0)
 
 
 def _overlap(text: str, stop: str) -> int:
