@@ -108,6 +108,32 @@ def test_a_tools_result_is_one_text_for_every_template():
     assert text_messages(msgspec.convert(rows, list[ChatMessage]), in_parts=True) == [{"role": "tool", "content": "a\nb"}]
 
 
+THINKS = (
+    "{% for m in messages %}{{ m.role }}:{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"reasoning_content": "hm"}, "user:a;assistant:<think>hm</think>b;"),
+        ({"reasoning": "hm"}, "user:a;assistant:<think>hm</think>b;"),
+        ({"reasoning": "hm", "reasoning_content": "older"}, "user:a;assistant:<think>hm</think>b;"),
+        ({"reasoning": None, "reasoning_content": ""}, "user:a;assistant:b;"),
+    ],
+)
+def test_what_was_thought_comes_to_the_template_under_both_of_its_names(
+    tiny: Path, tmp_path: Path, more: dict[str, Any], said: str
+):
+    """As by vLLM. It was left out, also of what routers make of /v1/responses: 200, and an answer to another prompt."""
+    shutil.copy(tiny / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(THINKS)
+    text, rows = Text(tmp_path), [{"role": "user", "content": "a", **more}, {"role": "assistant", "content": "b", **more}]
+    body = msgspec.json.encode({"model": "m", "messages": rows})
+    assert text.decode(read_request(body, "chat", text, Terms(("m",), 10_000, 10_000)).tokens) == said
+
+
 @pytest.mark.parametrize(
     ("arguments", "given"),
     [

@@ -101,6 +101,9 @@ class ChatMessage(msgspec.Struct, frozen=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    # what was thought before it: the newer name, and the older one
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     # what no template of text knows
     function_call: Any = None
     audio: Any = None
@@ -229,6 +232,9 @@ def _row(message: ChatMessage, where: str, in_parts: bool) -> dict[str, Any]:
         row["tool_calls"] = [_call(call) for call in message.tool_calls]
     if message.role == "tool" and message.tool_call_id is not None:
         row["tool_call_id"] = message.tool_call_id
+    thought = message.reasoning if message.reasoning is not None else message.reasoning_content
+    if message.role == "assistant" and thought is not None:  # as by vLLM: templates know one of the names, or none
+        row |= {"reasoning": thought, "reasoning_content": thought}
     return row if message.name is None else row | {"name": message.name}
 
 
