@@ -86,6 +86,10 @@ class Text:
         """Text of `ids` without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def spell(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens by their names: what a model is given."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
     def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, said_at: str = "") -> str:
         """The model's own template over `messages`; BadRequestError when the template refuses them. `said_at`: the time that it
         is told (`today.now_said`); empty: it can ask nobody."""

@@ -62,7 +62,7 @@ def detokenize(body: bytes, text: Text, served: Collection[str], _: int) -> dict
     asked = _parsed(body, _DETOKENIZE)
     _check_model(asked.model, served)
     try:
-        return {"prompt": text.decode(asked.tokens)}
+        return {"prompt": text.spell(asked.tokens)}
     except OverflowError as error:
         raise BadRequestError("tokens holds ids that no vocabulary has", "tokens") from error
 
