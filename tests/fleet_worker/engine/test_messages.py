@@ -189,6 +189,28 @@ def test_calls_of_tools_are_refused_by_name_where_the_template_does_not_know_the
     serve(scenario)
 
 
+EFFORT = (
+    "{{ messages[0].content }}|{% if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}|"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("effort", "said"), [("high", "a|high|"), ("none", "a|none|<think></think>"), (None, "a||")], ids=["high", "none", "unsaid"]
+)
+def test_a_reasoning_effort_comes_to_the_template(tiny: Path, tmp_path: Path, effort: str | None, said: str):
+    """As by vLLM; routers make one of what /v1/messages and /v1/responses say of thinking. It was passed over: a client that
+    wanted no thoughts was given them, with 200, and the count was of another prompt than vLLM's."""
+    shutil.copy(tiny / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(EFFORT)
+    text, asked = Text(tmp_path), {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    read = read_request(msgspec.json.encode({**asked, "reasoning_effort": effort}), "chat", text, Terms(("m",), 10_000, 10_000))
+    assert text.decode(read.tokens) == said
+    arguments = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort is not None else None
+    counted = tokenize(msgspec.json.encode({**asked, "chat_template_kwargs": arguments}), text, ("m",), 10_000)
+    assert counted["tokens"] == list(read.tokens)
+
+
 def test_detokenize_names_the_special_tokens_of_a_prompt(tiny: Path):
     """As vLLM's. They were left out: who looked at what a conversation becomes found `user: b` for <s>user: b, and no sign of an
     end token in it."""

@@ -113,6 +113,8 @@ class ChatRequest(_Common, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    reasoning_effort: str | None = None
+    """The template's to write."""
 
 
 Request = CompletionRequest | ChatRequest

@@ -73,7 +73,8 @@ def check_model(model: str, served: Sequence[str]) -> None:
 
 def _prompt(asked: wire.Request, text: Text, vocabulary: int, said_at: str) -> list[int]:
     if isinstance(asked, wire.ChatRequest):
-        return text.encode(text.render_chat(_rows(asked, text), said_at=said_at), add_special=False)
+        said = text.render_chat(_rows(asked, text), said_at=said_at, effort=asked.reasoning_effort)
+        return text.encode(said, add_special=False)
     if isinstance(asked.prompt, str):
         return text.encode(asked.prompt)
     if any(token >= vocabulary for token in asked.prompt):

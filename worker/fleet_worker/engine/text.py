@@ -90,9 +90,11 @@ class Text:
         """Text of `ids`, special tokens by their names: what a model is given."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, said_at: str = "") -> str:
+    def render_chat(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, said_at: str = "", effort: str | None = None
+    ) -> str:
         """The model's own template over `messages`; BadRequestError when the template refuses them. `said_at`: the time that it
-        is told (`today.now_said`); empty: it can ask nobody."""
+        is told (`today.now_said`); empty: it can ask nobody. `effort`: a request's `reasoning_effort`."""
         if self._template is None:
             raise BadRequestError("the model has no chat template: use /v1/completions", "messages")
         if not self._knows_calls and (called := next((n for n, row in enumerate(messages) if CALLS in row), None)) is not None:
@@ -104,9 +106,15 @@ class Text:
         clock = {ASKS: teller(said_at)} if said_at else {}
         try:
             given = {**self._special, "messages": messages, "add_generation_prompt": add_generation_prompt, **NOT_GIVEN, **clock}
+            given |= _thinking(effort)
             return self._template.render(_characters(messages), **given)
         except Exception as error:  # a template is a program: it can fail in any way
             raise BadRequestError(f"the chat template refused the messages: {_said(error)}", "messages") from error
+
+
+def _thinking(effort: str | None) -> dict[str, Any]:
+    """What a template is told of it, as by vLLM's chat: of none nothing, which is not the same as that there is to be none."""
+    return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 TEXT_FILES = {

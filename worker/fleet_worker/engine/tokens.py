@@ -15,6 +15,12 @@ from fleet_worker.engine.text import Text
 from fleet_worker.engine.today import now_said
 
 
+class TemplateArguments(msgspec.Struct, frozen=True):
+    """What routers say here of a chat's `reasoning_effort`; others are passed over."""
+
+    reasoning_effort: str | None = None
+
+
 class TokenizeRequest(msgspec.Struct, frozen=True):
     """Text or messages; fields that we do not know are passed over, as vLLM does, but for those of the prompt."""
 
@@ -24,6 +30,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True):
     add_special_tokens: bool | None = None
     """Default: yes for text, no for messages, whose template brings them."""
     add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateArguments | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True):
@@ -50,7 +57,8 @@ def tokenize(body: bytes, text: Text, served: Collection[str], max_model_len: in
         raise BadRequestError("either prompt or messages is needed", "prompt")
     if asked.messages is not None:
         messages, at = wire.text_messages(asked.messages, in_parts=text.takes_parts), now_said()
-        said = text.render_chat(messages, add_generation_prompt=asked.add_generation_prompt, said_at=at)
+        effort = asked.chat_template_kwargs.reasoning_effort if asked.chat_template_kwargs is not None else None
+        said = text.render_chat(messages, add_generation_prompt=asked.add_generation_prompt, said_at=at, effort=effort)
         found = text.encode(said, add_special=asked.add_special_tokens is True)
     else:
         found = text.encode(asked.prompt or "", add_special=asked.add_special_tokens is not False)
