@@ -85,6 +85,20 @@ def test_no_temperature_is_the_best_token(temperature: float):
 
 
 # -- noise ------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shift", [31, 32, 47, 62])
+def test_all_of_a_seed_counts(shift: int):
+    """Torch's generator for CPUs reads the lower 32 bits alone: with seeds such as (shard << 32) + n all shards had the same
+    answers to the same prompts, and all multiples of 2**31 two."""
+    seeds = [number << shift for number in range(2 ** min(9, 63 - shift))]
+    logits = torch.zeros(1024)
+    found = {
+        draw(logits.clone(), Sequence("s", (1,), Sampling(temperature=1.0), sign * seed, 0.0))
+        for seed in seeds
+        for sign in (1, -1)
+    }
+    assert len(found) >= min(300, len(seeds))
+
+
 def test_each_position_and_each_seed_has_noise_of_its_own():
     even = torch.zeros(1024)
 

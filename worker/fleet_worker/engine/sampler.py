@@ -3,9 +3,11 @@ seed, position), so that an answer does not depend on what else was in the batch
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence as Rows
 
 import torch
+import xxhash
 
 from fleet_worker.engine.sequence import Sampling, Sequence
 
@@ -50,9 +52,15 @@ def draw(logits: torch.Tensor, sequence: Sequence) -> int:
         scaled[scaled < scaled.topk(sampling.top_k).values[-1]] = NEVER
     if sampling.top_p < 1.0:
         scaled = _nucleus(scaled, sampling.top_p)
-    generator = torch.Generator().manual_seed((sequence.seed * 1_000_003 + sequence.length) % 2**63)
+    generator = torch.Generator().manual_seed(noise_seed(sequence.seed, sequence.length))
     noise = -torch.log(torch.empty_like(scaled).exponential_(generator=generator))
     return int((scaled + noise).argmax())
+
+
+def noise_seed(seed: int, position: int) -> int:
+    """Of torch's generator for CPUs, which reads the lower 32 bits of what it is given and no others: all of a seed counts in
+    them. Below 2**32."""
+    return xxhash.xxh32_intdigest(struct.pack("<qQ", seed, position))
 
 
 def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
