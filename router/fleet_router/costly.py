@@ -34,6 +34,8 @@ LONG_NUMBER: Final = re.compile(rb"[0-9]{19}")
 LEAST_INTEGER: Final = -(2**63)
 MOST_INTEGER: Final = 2**64 - 1
 """Those that msgpack has."""
+DIGITS_MOST: Final = 19
+"""Of a number in a string, which vLLM reads as one: with more it may be none of them."""
 TOOLS_BYTES_MOST: Final = 262_144
 TEMPLATE_BYTES_MOST: Final = 65_536
 REPETITION_MOST: Final[Mapping[str, int]] = {"max_pattern_size": 64, "min_count": 16}
@@ -55,6 +57,7 @@ _FLOAT: Final = msgspec.json.Decoder(float | None)
 _COUNTS: Final = msgspec.json.Decoder(dict[str, int | None] | None)
 _ANYTHING: Final = msgspec.json.Decoder(Any)
 _BIASES: Final = msgspec.json.Decoder(dict[str, float] | None)
+_PLAIN: Final = msgspec.json.Decoder(int | float | str | bool | None)
 
 
 def _number(most: int) -> Callable[[str, msgspec.Raw], None]:
@@ -64,6 +67,19 @@ def _number(most: int) -> Callable[[str, msgspec.Raw], None]:
             raise _too_much(name, f"is {found}; allowed are {'0' if found < 0 else 'up'} to {most}")
 
     return check
+
+
+def _has_place(number: int) -> bool:
+    """In 64 bits, as msgpack has them."""
+    return LEAST_INTEGER <= number <= MOST_INTEGER
+
+
+def _fits(name: str, raw: msgspec.Raw) -> None:
+    """A number that vLLM does not bound before it hands it on as msgpack: what has no place there is 500 at each worker."""
+    found = _PLAIN.decode(raw)
+    fits = len(found) <= DIGITS_MOST if isinstance(found, str) else not isinstance(found, int) or _has_place(found)
+    if not fits:
+        raise _too_much(name, "has no place in 64 bits, and engines cannot take it")
 
 
 def _finite(_: str, raw: msgspec.Raw) -> None:
@@ -112,7 +128,7 @@ def _schema(name: str, raw: msgspec.Raw) -> None:
             left += value.values()
         elif isinstance(value, list):
             left += value
-        elif isinstance(value, int) and not LEAST_INTEGER <= value <= MOST_INTEGER:
+        elif isinstance(value, int) and not _has_place(value):
             raise _too_much(name, "holds an integer that has no place in 64 bits, which engines cannot take")
 
 
@@ -139,8 +155,8 @@ def _each_token(name: str, raw: msgspec.Raw) -> None:
 def _repetition(name: str, raw: msgspec.Raw) -> None:
     found = _COUNTS.decode(raw) or {}
     for field, most in REPETITION_MOST.items():
-        if (asked := found.get(field)) is not None and asked > most:
-            raise RequestError(400, f"{name}.{field} is {asked}; allowed are up to {most}", param=name)
+        if (asked := found.get(field)) is not None and not 0 <= asked <= most:
+            raise RequestError(400, f"{name}.{field} is {asked}; allowed are 0 to {most}", param=name)
 
 
 def _template_arguments(name: str, raw: msgspec.Raw) -> None:
@@ -164,7 +180,7 @@ _CHECKS: Final[Mapping[str, Callable[[str, msgspec.Raw], None]]] = {
     "media_io_kwargs": _never("how media are read is the engine's to decide"),
     "mm_processor_kwargs": _never("how media are read is the engine's to decide"),
     "use_beam_search": _beam, "chat_template_kwargs": _template_arguments, "stream_interval": _each_token,
-    "repetition_detection": _repetition,
+    "repetition_detection": _repetition, "top_k": _fits, "thinking_token_budget": _fits,
     "response_format": _schema, "structured_outputs": _schema,
     "tools": _bytes(TOOLS_BYTES_MOST), "functions": _bytes(TOOLS_BYTES_MOST),
     **dict.fromkeys(

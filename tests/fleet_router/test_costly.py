@@ -17,6 +17,7 @@ CONFIG = RouterConfig(fleet="f", served_name="m")
 SAMPLERS = (
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty",
 )  # fmt: skip
+INTEGERS = ("top_k", "thinking_token_budget")
 GOOD: list[dict[str, Any]] = [
     {"n": 8}, {"n": None}, {"best_of": 8}, {"stop": ["a"] * 64}, {"stop": "x" * 1000}, {"stop": None}, {"bad_words": []},
     {"stop_token_ids": [1] * 1024}, {"allowed_token_ids": None}, {"logprob_token_ids": [1]},
@@ -29,6 +30,7 @@ GOOD: list[dict[str, Any]] = [
     {"chat_template_kwargs": {"enable_thinking": False, "add_generation_prompt": True, "x": {"tokenize": True}}},
     {"stream_interval": 1}, {"stream_interval": None}, {"repetition_detection": None}, {"repetition_detection": {}},
     {"repetition_detection": {"max_pattern_size": 64, "min_pattern_size": None, "min_count": 16}},
+    *({name: value} for name in INTEGERS for value in (-1, 0, 40, "40", 40.0, 2**64 - 1, None)),
     *({name: value} for name in SAMPLERS for value in (0, 0.5, -1.25, 1e3, None)),
 ]  # fmt: skip
 BAD: list[dict[str, Any]] = [
@@ -52,6 +54,9 @@ BAD: list[dict[str, Any]] = [
     {"repetition_detection": {"max_pattern_size": 65, "min_count": 2}}, {"repetition_detection": {"min_count": 17}},
     {"repetition_detection": {"max_pattern_size": "1000"}}, {"repetition_detection": {"max_pattern_size": 1e9}},
     {"repetition_detection": [1]},
+    # vLLM 0.32 answered 500 to each of these, and whoever was asked counted as ill
+    {"repetition_detection": {"max_pattern_size": 0, "min_count": -(2**70)}},
+    *({name: value} for name in INTEGERS for value in (2**64, -(2**63) - 1, str(2**70), "1_180591620717411303_424", 10**40, [1])),
     *({name: value} for name in SAMPLERS for value in (10**400, "hot", [1], True, "x" * 70_000)),
 ]  # fmt: skip
 
@@ -90,7 +95,17 @@ def test_with_min_tokens_vllm_has_room_for_few_ends(ids: int, least: int | None,
         parse_alone(body({"stop_token_ids": list(range(ids)), "min_tokens": "x"}), CONFIG)
 
 
-NUMBERS = {"n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "use_beam_search", "stream_interval", *SAMPLERS}
+NUMBERS = {
+    "n",
+    "best_of",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "use_beam_search",
+    "stream_interval",
+    *SAMPLERS,
+    *INTEGERS,
+}
 
 
 @pytest.mark.parametrize("name", sorted(COSTLY - NUMBERS))
