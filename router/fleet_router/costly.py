@@ -29,8 +29,13 @@ LIST_BYTES_MOST: Final = 65_536
 LOGPROBS_MOST: Final = 20
 GRAMMAR_BYTES_MOST: Final = 65_536
 """Of a schema, a regular expression, a grammar: engines compile them."""
-LONG_NUMBER: Final = re.compile(rb"[0-9]{19}")
-"""Without one, no integer of more than 64 bits."""
+NUMBER_TO_COUNT: Final = re.compile(rb"[0-9]{3}")
+"""Without one, no integer of more than 64 bits, nor arrays that are too long for an engine."""
+ITEM_COUNTS: Final[tuple[str, ...]] = ("minItems", "maxItems")
+ITEMS_MOST: Final = 65_536
+"""Of all arrays of a schema together: 0.2 s and 100 MB of an engine; a million of maxItems took 13 s of its loop."""
+SCHEMA_IN_TEXT: Final = "json"
+"""Of `structured_outputs`."""
 LEAST_INTEGER: Final = -(2**63)
 MOST_INTEGER: Final = 2**64 - 1
 """Those that msgpack has."""
@@ -117,19 +122,35 @@ def _bytes(most: int) -> Callable[[str, msgspec.Raw], None]:
 
 def _schema(name: str, raw: msgspec.Raw) -> None:
     """vLLM hands a schema to its engine as msgpack, and answers 500 where that has no such integer (0.32; a uint256, say): as if
-    the workers were ill, each that is asked."""
+    the workers were ill, each that is asked. What its first compiler does not take (minItems above 31 bits) llguidance is asked
+    for, and that writes out each item of an array: minItems of 2**31 took 20 GB and the worker's life, then the next one's."""
     _bytes(GRAMMAR_BYTES_MOST)(name, raw)
-    if LONG_NUMBER.search(bytes(raw)) is None:
+    if NUMBER_TO_COUNT.search(bytes(raw)) is None:
         return
+    items = 0
     left: list[Any] = [_ANYTHING.decode(raw)]
     while left:
         value = left.pop()
         if isinstance(value, dict):
             left += value.values()
+            left.append(_in_text(value.get(SCHEMA_IN_TEXT)))
+            items += sum(most for each in ITEM_COUNTS if isinstance(most := value.get(each), int) and most > 0)
         elif isinstance(value, list):
             left += value
         elif isinstance(value, int) and not _has_place(value):
             raise _too_much(name, "holds an integer that has no place in 64 bits, which engines cannot take")
+    if items > ITEMS_MOST:
+        raise _too_much(name, f"counts {items} items in minItems and maxItems together; allowed are {ITEMS_MOST}")
+
+
+def _in_text(value: Any) -> Any:
+    """A schema that is text; what is none is the engine's to refuse."""
+    if not isinstance(value, str):
+        return None
+    try:
+        return _ANYTHING.decode(value)
+    except UNREADABLE:
+        return None
 
 
 def _never(why: str) -> Callable[[str, msgspec.Raw], None]:

@@ -25,6 +25,8 @@ GOOD: list[dict[str, Any]] = [
     {"prompt_logprobs": 0}, {"prompt_embeds": None}, {"tools": [{"a": "b" * 200_000}]}, {"functions": []},
     {"response_format": {"type": "json_object"}}, {"structured_outputs": {}}, {"guided_json": {}}, {"guided_regex": "a" * 60_000},
     {"response_format": {"a": [2**64 - 1, -(2**63), 1e30, {"pattern": "9" * 40}]}}, {"structured_outputs": {"json": 10**19}},
+    {"structured_outputs": {"json": '{"maxItems": 65536}'}}, {"structured_outputs": {"json": '{"a": 1000'}},
+    {"response_format": {"a": {"minItems": 30_000, "maxItems": 30_000, "properties": {"maxItems": {"maximum": 10**9}}}}},
     {"guided_choice": ["a"]}, {"guided_grammar": "x"}, {"chat_template": None}, {"media_io_kwargs": None},
     {"mm_processor_kwargs": None}, {"use_beam_search": False}, {"use_beam_search": None}, {"chat_template_kwargs": None},
     {"chat_template_kwargs": {"enable_thinking": False, "add_generation_prompt": True, "x": {"tokenize": True}}},
@@ -45,6 +47,11 @@ BAD: list[dict[str, Any]] = [
     # a uint256: vLLM 0.32 answers 500 (msgpack has no such integer), and every worker that was asked counted as ill
     {"response_format": {"json_schema": {"schema": {"maximum": 2**256 - 1}}}}, {"response_format": {"enum": [-(2**63) - 1]}},
     {"structured_outputs": {"json": {"const": 2**64}}},
+    {"structured_outputs": {"json": json.dumps({"const": 2**64})}},
+    # vLLM 0.32 fell back to llguidance for these, and took 20 GB in 50 s: killed for its memory, and so was the next worker
+    {"response_format": {"json_schema": {"schema": {"type": "array", "items": {}, "minItems": 2**31}}}},
+    {"response_format": {"json_schema": {"schema": {"items": [{"maxItems": 999}] * 99, "minItems": -(10**9)}}}},
+    {"structured_outputs": {"json": {"maxItems": 10**6}}}, {"structured_outputs": {"json": json.dumps({"maxItems": 10**6})}},
     {"guided_json": "x" * 70_000}, {"guided_regex": "(a+)+" * 20_000}, {"guided_choice": ["abc"] * 20_000},
     {"guided_grammar": "x" * 70_000}, {"chat_template": "{{ a }}"}, {"chat_template": ""}, {"media_io_kwargs": {"video": {}}},
     {"mm_processor_kwargs": {}}, {"use_beam_search": True}, {"use_beam_search": 1}, {"chat_template_kwargs": {"tokenize": True}},
