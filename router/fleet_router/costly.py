@@ -34,6 +34,10 @@ NUMBER_TO_COUNT: Final = re.compile(rb"[0-9]{3}")
 ITEM_COUNTS: Final[tuple[str, ...]] = ("minItems", "maxItems")
 ITEMS_MOST: Final = 65_536
 """Of all arrays of a schema together: 0.2 s and 100 MB of an engine; a million of maxItems took 13 s of its loop."""
+REPEATED: Final = re.compile(r"\{([0-9]*)(?:,([0-9]*))?\}")
+"""{3}, {3,}, {1,3}."""
+REPEATS_MOST: Final = 2_048
+"""Of all patterns of a schema together: vLLM's loop stands still for the square of it, 1 s; {9000} took 10 s and more."""
 SCHEMA_IN_TEXT: Final = "json"
 """Of `structured_outputs`."""
 LEAST_INTEGER: Final = -(2**63)
@@ -127,7 +131,7 @@ def _schema(name: str, raw: msgspec.Raw) -> None:
     _bytes(GRAMMAR_BYTES_MOST)(name, raw)
     if NUMBER_TO_COUNT.search(bytes(raw)) is None:
         return
-    items = 0
+    items, repeats = 0, 0.0
     left: list[Any] = [_ANYTHING.decode(raw)]
     while left:
         value = left.pop()
@@ -135,12 +139,24 @@ def _schema(name: str, raw: msgspec.Raw) -> None:
             left += value.values()
             left.append(_in_text(value.get(SCHEMA_IN_TEXT)))
             items += sum(most for each in ITEM_COUNTS if isinstance(most := value.get(each), int) and most > 0)
+            repeats += _repeats(value)
         elif isinstance(value, list):
             left += value
         elif isinstance(value, int) and not _has_place(value):
             raise _too_much(name, "holds an integer that has no place in 64 bits, which engines cannot take")
     if items > ITEMS_MOST:
         raise _too_much(name, f"counts {items} items in minItems and maxItems together; allowed are {ITEMS_MOST}")
+    if repeats > REPEATS_MOST:
+        raise _too_much(name, f"repeats {repeats:.0f} times in its patterns together; allowed are {REPEATS_MOST}")
+
+
+def _repeats(schema: dict[str, Any]) -> float:
+    """What its own patterns repeat."""
+    pattern, named = schema.get("pattern"), schema.get("patternProperties")
+    patterns = [pattern] if isinstance(pattern, str) else []
+    if isinstance(named, dict):
+        patterns += named
+    return sum(float(found[2] or found[1] or 0) for one in patterns for found in REPEATED.finditer(one))
 
 
 def _in_text(value: Any) -> Any:
