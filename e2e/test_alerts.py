@@ -89,6 +89,7 @@ CASES: dict[str, tuple[Series, Series]] = {
         [(condition("WithinRatio", "False"), "1x60"), (condition("Available", "True"), "1x60")],
         [(condition("WithinRatio", "False"), "1x60"), (condition("Available", "False", "WorkersStarting"), "1x60")],
     ),
+    "InferenceFleetDevicesSuspected": told("WithinRatio", "True", "DevicesSuspected", "DevicesFailing"),
     "InferenceFleetCapacityLimited": told("CapacityLimited", "True"),
     "InferenceFleetRolloutStuck": told("RollingOut", "True", "Stuck", "Progressing"),
     "InferenceFleetRolledBack": told("RollingOut", "False", "RolledBack", "Complete"),

@@ -1,7 +1,8 @@
 """Which nodes go away, and why: what a Node object says, as words. Pure.
 
 A node that leaves in good order (cordoned, tainted by an autoscaler, not ready) has its workers replaced first. A node whose
-devices fail gets no new request. When most nodes seem not ready at once, it is more likely the control plane that lost them:
+devices fail gets no new request; conditions that say so are judged fleet by fleet (`fleet_planner/node_conditions.py`). When
+most nodes seem not ready at once, it is more likely the control plane that lost them:
 nothing is replaced then (the node controller's own rule, zone threshold 55 %).
 """
 
@@ -14,9 +15,9 @@ from typing import Any
 from fleet_operator.cluster.interface import Object
 from fleet_operator.observe import timestamp
 from fleet_operator.settings import Platform
+from fleet_planner.node_conditions import UNHEALTHY_SHARE
 from fleet_planner.types import ObservedNode
 
-UNHEALTHY_SHARE = 0.55
 KNOWN_TAINTS = frozenset((*Platform().leaving_taints, *Platform().sick_taints))
 MONITOR_FAILS = "DCGMError"
 """The reason of EKS's monitor when it does not reach DCGM: that says nothing of devices, and EKS repairs nothing for it."""
@@ -29,6 +30,9 @@ class NodeView:
     leaving: str = ""
     not_ready: str = ""
     sick: str = ""
+    """What a taint says of its devices."""
+    accused: tuple[str, ...] = ()
+    """Conditions that call its devices bad, as TYPE=STATUS."""
     place: ObservedNode | None = None
     """What decides whether a worker may run there."""
     made_at: float | None = None
@@ -40,8 +44,10 @@ def observe_node(node: Object, platform: Platform) -> NodeView:
     name, spec, status = node["metadata"]["name"], node.get("spec") or {}, node.get("status") or {}
     taints = {taint.get("key", "") for taint in spec.get("taints") or [] if not _only_warns(taint)}
     conditions = {c.get("type", ""): c for c in status.get("conditions") or []}
-    words = _leaving(name, spec, taints, platform), _not_ready(name, conditions), _sick(name, taints, conditions, platform)
-    return NodeView(*words, _place(node, leaving=any(words)), timestamp(node["metadata"].get("creationTimestamp")))
+    words = _leaving(name, spec, taints, platform), _not_ready(name, conditions), _sick(name, taints, platform)
+    accused = _accused(conditions, platform)
+    place = _place(node, leaving=any((*words, accused)))
+    return NodeView(*words, accused, place, timestamp(node["metadata"].get("creationTimestamp")))
 
 
 def _only_warns(taint: Mapping[str, Any]) -> bool:
@@ -76,20 +82,20 @@ def _not_ready(name: str, conditions: Mapping[str, Mapping[str, Any]]) -> str:
     return "" if ready.get("status") == "True" else f"node {name} is not ready"
 
 
-def _sick(name: str, taints: set[str], conditions: Mapping[str, Mapping[str, Any]], platform: Platform) -> str:
+def _sick(name: str, taints: set[str], platform: Platform) -> str:
     tainted = sorted(taints.intersection(platform.sick_taints))
-    if tainted:
-        return f"node {name} has taint {tainted[0]}"
-    for wanted in platform.sick_conditions:
-        kind, _, value = wanted.partition("=")
-        found = conditions.get(kind)
-        if found is not None and found.get("status") == (value or "True") and found.get("reason") != MONITOR_FAILS:
-            return f"node {name} has condition {kind}={found['status']}"
-    return ""
+    return f"node {name} has taint {tainted[0]}" if tainted else ""
+
+
+def _accused(conditions: Mapping[str, Mapping[str, Any]], platform: Platform) -> tuple[str, ...]:
+    wanted = [(kind, value or "True") for kind, _, value in (one.partition("=") for one in platform.sick_conditions)]
+    found = [(kind, value, conditions[kind]) for kind, value in wanted if kind in conditions]
+    bad = [f"{kind}={value}" for kind, value, one in found if one.get("status") == value and one.get("reason") != MONITOR_FAILS]
+    return tuple(dict.fromkeys(bad))  # somebody may name one that is known
 
 
 def going_away(nodes: Mapping[str, NodeView]) -> dict[str, str]:
-    """Node name → why its workers are to be replaced."""
+    """Node name → why its workers are to be replaced, whatever its conditions say of devices."""
     lost = sum(bool(view.not_ready) for view in nodes.values())
     believed = lost <= max(1, UNHEALTHY_SHARE * len(nodes))
     words = {name: view.sick or view.leaving or (view.not_ready if believed else "") for name, view in nodes.items()}
@@ -97,12 +103,17 @@ def going_away(nodes: Mapping[str, NodeView]) -> dict[str, str]:
 
 
 def sick_nodes(nodes: Mapping[str, NodeView], among: Iterable[str | None]) -> dict[str, str]:
-    """Node name → what is wrong with its devices; of these nodes."""
+    """Node name → what a taint says of its devices; of these nodes."""
     return {name: view.sick for name in among if name and (view := nodes.get(name)) is not None and view.sick}
 
 
-def changed_nodes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterable[str]:
-    """Names whose words differ."""
+def accused_nodes(nodes: Mapping[str, NodeView]) -> dict[str, tuple[str, ...]]:
+    """Node name → conditions that call its devices bad."""
+    return {name: view.accused for name, view in nodes.items() if view.accused}
+
+
+def changed_nodes(before: Mapping[str, object], after: Mapping[str, object]) -> Iterable[str]:
+    """Names of which another thing is said."""
     return (name for name in {*before, *after} if before.get(name) != after.get(name))
 
 

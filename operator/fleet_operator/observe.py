@@ -61,13 +61,15 @@ class Surroundings:
     """Node name → why it goes away."""
     sick: Mapping[str, str] = field(default_factory=dict)
     """Node name → what is wrong with its devices."""
+    accused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Node name → conditions that call its devices bad."""
     busy: Mapping[str, float] = field(default_factory=dict)
     """Pod name → requests that it runs."""
 
 
-Near = tuple[str, str, bool, bool, float | None]
-"""What `Surroundings` say of one pod: why its node goes away, what is wrong with it, whether it serves, whether
-routers know it, its load."""
+Near = tuple[str, str, tuple[str, ...], bool, bool, float | None]
+"""What `Surroundings` say of one pod: why its node goes away, what is wrong with it, what conditions call it bad, whether it
+serves, whether routers know it, its load."""
 PodsSeen = dict[str, tuple[Object, Near, ObservedPod]]
 """By name: what pods were last seen as, and from what. The objects of the cache never change in place."""
 
@@ -88,9 +90,13 @@ def _seen(pod: Object, around: Surroundings, before: PodsSeen) -> tuple[Object, 
     meta, node = pod["metadata"], pod["spec"].get("nodeName") or ""
     name, uid = meta["name"], meta["uid"]
     told = uid in around.serving, uid in around.told
-    near = around.leaving.get(node, ""), around.sick.get(node, ""), *told, around.busy.get(name)
+    near = *_of_node(node, around), *told, around.busy.get(name)
     known = before.get(name)
     return known if known is not None and known[0] is pod and known[1] == near else (pod, near, _pod(pod, *near))
+
+
+def _of_node(node: str, around: Surroundings) -> tuple[str, str, tuple[str, ...]]:
+    return around.leaving.get(node, ""), around.sick.get(node, ""), around.accused.get(node, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +209,9 @@ def _ran(status: Mapping[str, Any]) -> bool:
     return any(container.get("containerID") for container in everyone)
 
 
-def _pod(pod: Object, leaving: str, sick: str, serving: bool, told: bool, busy: float | None) -> ObservedPod:
+def _pod(
+    pod: Object, leaving: str, sick: str, accused: tuple[str, ...], serving: bool, told: bool, busy: float | None
+) -> ObservedPod:
     meta, status = pod["metadata"], pod.get("status") or {}
     labels, notes = meta["labels"], meta.get("annotations") or {}
     conditions = {c.get("type"): c for c in status.get("conditions") or []}
@@ -244,6 +252,7 @@ def _pod(pod: Object, leaving: str, sick: str, serving: bool, told: bool, busy: 
         deletion_cost=_whole(notes.get(DELETION_COST)),
         leaving=leaving,
         sick=sick,
+        accused=accused,
         serving=serving,
         told=told,
         busy=busy,

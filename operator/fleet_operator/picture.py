@@ -10,7 +10,7 @@ from fleet_api.v1alpha1 import InferenceFleet
 from fleet_operator.cluster.interface import Object
 from fleet_operator.fleet_state import FleetState, clock_set_s, telemetry_at
 from fleet_operator.names import ROLE, ROUTER_ROLE, router_name
-from fleet_operator.nodes import NodeView, places, sick_nodes
+from fleet_operator.nodes import NodeView, accused_nodes, changed_nodes, going_away, places, sick_nodes
 from fleet_operator.observe import (
     Surroundings,
     observe_fetching,
@@ -24,6 +24,7 @@ from fleet_operator.render.network import port_of
 from fleet_operator.render.port import ADMIN_PORT
 from fleet_operator.scale_targets import is_heard, is_target
 from fleet_operator.settings import Platform
+from fleet_planner.node_conditions import believed
 from fleet_planner.prefetch import model_keys
 from fleet_planner.types import Demand, Observed, ObservedPod, Template
 
@@ -39,6 +40,17 @@ class Places:
     views: Mapping[str, NodeView]
     leaving: Mapping[str, str]
     """Node name → why it goes away."""
+    accused: Mapping[str, tuple[str, ...]]
+    """Node name → conditions that call its devices bad."""
+
+    @classmethod
+    def of(cls, views: Mapping[str, NodeView]) -> Places:
+        """As they are now."""
+        return cls(views, going_away(views), accused_nodes(views))
+
+    def changed(self, before: Places) -> set[str]:
+        """Names of nodes whose workers are to be looked at again."""
+        return {*changed_nodes(before.leaving, self.leaving), *changed_nodes(before.accused, self.accused)}
 
     def made_at(self, name: str) -> float | None:
         """When a node was made, by the API server's clock; None where that is not known."""
@@ -61,16 +73,16 @@ def picture(
     """Everything that a plan follows from; `templates` are the wanted ones by tier, `stored` all by tier and revision. `ahead_s`:
     the wall clock less the monotonic one, now."""
     pods = pods_of(live)
-    seen = workers(fleet, state, live, where)
     pools = [obj for (kind, _), obj in live.items() if kind == "WorkerPool"]
     targets = [pool for pool in pools if is_target(pool)]
+    sizes = observe_pools(pools if not targets else [pool for pool in pools if pool not in targets])
     return Observed(
-        pods=seen,
+        pods=believed(workers(fleet, state, live, where), sizes),
         flips=state.flips,
         nodes=places(where.views) if model_keys(fleet) else None,
         fetching=observe_fetching(pods, where.made_at),
         adapters={**state.published.adapters, **state.adapters.seen},
-        pools=observe_pools(pools if not targets else [pool for pool in pools if pool not in targets]),
+        pools=sizes,
         targets=observe_pools([target for target in targets if is_heard(fleet, target)]) if targets else (),
         router=observe_router(live.get(("Deployment", router_name(fleet.metadata.name))), _routers(pods)),
         templates=templates,
@@ -94,7 +106,7 @@ def workers(fleet: InferenceFleet, state: FleetState, live: Live, where: Places)
     busy = {name: load for tier in state.telemetry.values() for name, load in tier.busy.items()}
     pods = pods_of(live)
     sick = sick_nodes(where.views, {pod["spec"].get("nodeName") for pod in pods})
-    around = Surroundings(state.published.serving, state.published.told, where.leaving, sick, busy)
+    around = Surroundings(state.published.serving, state.published.told, where.leaving, sick, where.accused, busy)
     return observe_pods(pods, around, state.pods)
 
 

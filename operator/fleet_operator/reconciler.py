@@ -54,7 +54,6 @@ from fleet_operator.known_fleet import parse_again
 from fleet_operator.known_nodes import KnownNodes
 from fleet_operator.leftovers import Leftovers
 from fleet_operator.names import MANAGED_BY, MANAGER
-from fleet_operator.nodes import changed_nodes, going_away
 from fleet_operator.outcome import Outcome, in_words_of
 from fleet_operator.ownership import without_strangers
 from fleet_operator.picture import Places, picture, pods_of
@@ -135,7 +134,7 @@ class Reconciler:
         self._recorder = Recorder(cluster, now, told=self._passes.told)
         self._states: dict[Key, FleetState] = {}
         self._nodes = KnownNodes(platform)
-        self._leaving: dict[str, str] = {}
+        self._places = Places.of(self._nodes.views)
         self._queue = WorkQueue(time.monotonic)
         self._turn = asyncio.Lock()
         """Whose pass begins next."""
@@ -143,7 +142,7 @@ class Reconciler:
         """When a fleet must be looked at though nothing happens, on the clock that nobody sets."""
         self._unlisted = {kind.kind for kind in (FLEET, *CHILDREN)}
         self._complete = asyncio.Event()
-        known = Known(self._objects, self._states, self._places, self._is_ours, self.touch)
+        known = Known(self._objects, self._states, lambda: self._places, self._is_ours, self.touch)
         sources = Sources(telemetry, flips or FlipFollower(), adapters or AdapterFollower())
         self.reader = Reader(known, sources, platform, now, monotonic)
 
@@ -205,9 +204,10 @@ class Reconciler:
             self._objects.unsure(found)
 
     def _nodes_changed(self) -> None:
-        """Nodes change all the time; a fleet is looked at again only when one of its own begins or ceases to go away."""
-        before, self._leaving = self._leaving, going_away(self._nodes.views)
-        touched = self._objects.fleets_on(set(changed_nodes(before, self._leaving)))
+        """Nodes change all the time; a fleet is looked at again only when one of its own begins or ceases to go away, or to be
+        called bad."""
+        before, self._places = self._places, Places.of(self._nodes.views)
+        touched = self._objects.fleets_on(self._places.changed(before))
         for key in [*touched, *(key for key, raw in self._objects.fleets.items() if fetches_ahead(raw))]:
             self.touch(key)
 
@@ -418,7 +418,7 @@ class Reconciler:
         now = self._now()
         ahead_s = now - self._monotonic()
         observed = picture(
-            fleet, state, live, self._places(), templates, stored, heard, ahead_s, makes_keys=self._platform.makes_keys
+            fleet, state, live, self._places, templates, stored, heard, ahead_s, makes_keys=self._platform.makes_keys
         )  # fmt: skip
         heed(state, observed := state.turned_away.look(aged(state, observed, now), self._monotonic()))
         ending = ending_of(fleet, raw, state.published.named, state.ending)
@@ -489,9 +489,6 @@ class Reconciler:
 
     def _owns(self, namespace: str) -> bool:
         return namespace not in self.closed and self._claimed(namespace)
-
-    def _places(self) -> Places:
-        return Places(self._nodes.views, self._leaving)
 
     def _is_ours(self, key: Key) -> bool:
         raw = self._objects.fleets.get(key)

@@ -32,6 +32,7 @@ SEVERE: Final = frozenset(
         "BeyondBudget",
         DELETION_LATE,
         "DevicesFailing",
+        "DevicesSuspected",
         "FabricSuspected",
         "HealingBudgetSpent",
         "Invalid",

@@ -34,6 +34,8 @@ class Replica:
     """Why a node under it goes away."""
     sick: bool = field(init=False, repr=False, compare=False)
     """A device under it fails."""
+    suspected: str = field(init=False, repr=False, compare=False)
+    """Which condition of a node under it is not believed."""
     broken: bool = field(init=False, repr=False, compare=False)
     """It can never be whole again: a pod ended, is missing, or follows a leader that is gone."""
     terminating: bool = field(init=False, repr=False, compare=False)
@@ -48,17 +50,20 @@ class Replica:
         put(self, "leader", leader)
         put(self, "role", leader.role)
         leaving, sick, terminating, ready = leader.leaving, bool(leader.sick), leader.terminating, leader.ready
+        suspected = leader.suspected
         if len(pods) == self.size == 1:
             broken = leader.phase in ENDED
         else:
             leaving = next((pod.leaving for pod in pods if pod.leaving), "")
             sick = any([bool(pod.sick) for pod in pods])
+            suspected = next((pod.suspected for pod in pods if pod.suspected), "")
             stray = any([pod.group not in ("", leader.uid) for pod in pods])
             broken = stray or len(pods) < self.size or any([pod.phase in ENDED for pod in pods])
             terminating = any([pod.terminating for pod in pods])
             ready = all([pod.ready for pod in pods])
         put(self, "leaving", leaving)
         put(self, "sick", sick)
+        put(self, "suspected", suspected)
         put(self, "broken", broken)
         put(self, "terminating", terminating)
         alive = not broken and not terminating
@@ -153,11 +158,13 @@ def plan_replicas(
 
 def first_to_go(replica: Replica) -> tuple[bool, bool, bool, int, int, float, float, str]:
     """Smallest goes first: not ready, on failing devices, not serving, furthest from whole, cheap, idle, young. An unknown load
-    counts as busy."""
+    counts as busy. So does who was held for a condition that is not believed any more: who was made in its place goes."""
     leader = replica.leader
-    busy = leader.busy if leader.busy is not None else float("inf")
+    serving, busy = replica.serving, leader.busy if leader.busy is not None else float("inf")
+    if replica.suspected and not serving:
+        serving, busy = True, float("inf")
     missing = replica.placed - replica.size if replica.size > 1 else 0
-    return replica.ready, not replica.sick, replica.serving, missing, leader.deletion_cost, busy, -leader.created_at, leader.name
+    return replica.ready, not replica.sick, serving, missing, leader.deletion_cost, busy, -leader.created_at, leader.name
 
 
 def _created(pool: PoolWanted, taken: Collection[str], missing: int) -> list[PodWanted]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fleet_api.conditions import ConditionType, set_conditions
@@ -333,10 +333,8 @@ def _rests(tier: TierStatus) -> bool:
 
 
 def _within_ratio(views: Sequence[TierView], tiers: Sequence[TierStatus]) -> Verdict:
-    excused, astray, failing = (
-        "; ".join(words for view in views if (words := said(view))) for said in (_excused, _astray, _failing)
-    )
-    apart = "; ".join(words for words in (excused, astray, failing) if words)
+    excused, astray, suspected, failing = (_of_each(views, said) for said in (_excused, _astray, _suspected, _failing))
+    apart = "; ".join(words for words in (excused, astray, suspected, failing) if words)
     beside = f"; {apart}" if apart else ""
     for view, status in zip(views, tiers, strict=True):
         prefill, decode, ratio = status.prefill.serving, status.decode.serving, view.tier.ratio
@@ -351,12 +349,18 @@ def _within_ratio(views: Sequence[TierView], tiers: Sequence[TierStatus]) -> Ver
                 f"tier {view.tier.name} serves {prefill}:{decode}, allowed is {ratio.min} to {ratio.max}{beside}",
             )
     if apart:
-        return "True", "AgentsSuspected" if excused else "RoleMismatch" if astray else "DevicesFailing", apart
+        devices = "DevicesSuspected" if suspected else "DevicesFailing"
+        return "True", "AgentsSuspected" if excused else "RoleMismatch" if astray else devices, apart
     both = [(view.tier, view.decision.disputed) for view in views if view.decision.disputed is not None]
     disputes = [f"tier {tier.name}: {dispute_words(said, project(*said, bounds_of(tier)))}" for tier, said in both]
     if disputes:
         return "True", "WishesDisagree", "; ".join(disputes)
     return "True", "InRatio", "every tier serves inside its ratio"
+
+
+def _of_each(views: Sequence[TierView], said: Callable[[TierView], str]) -> str:
+    """What is said of each tier, of those of which anything is."""
+    return "; ".join(words for view in views if (words := said(view)))
 
 
 def _astray(view: TierView) -> str:
@@ -371,6 +375,15 @@ def _excused(view: TierView) -> str:
     what = "it must be what they have in common, their image or their agent: they serve on, none is told its role or replaced, "
     what += "and no rollout to their revision goes on"
     return f"tier {view.tier.name}: {grouped(pods, lambda pod: pod.excused)}; {what}" if pods else ""
+
+
+def _suspected(view: TierView) -> str:
+    """Workers on nodes that a condition calls bad which is not believed, in words; empty when there are none."""
+    workers = [worker for worker in view.workers if worker.suspected and worker.alive]
+    pods = [next(pod for pod in worker.pods if pod.suspected) for worker in workers]
+    what = "rather who sets that is at fault than so many devices: they serve on, and none is replaced for it; mend or stop that "
+    what += "detector, and cordon a node whose devices do fail"
+    return f"tier {view.tier.name}: {grouped(pods, lambda pod: pod.suspected)}; {what}" if pods else ""
 
 
 def _failing(view: TierView) -> str:

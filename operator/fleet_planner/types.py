@@ -54,6 +54,8 @@ class ObservedPod:
     """Why its node goes away (cordoned, not ready, tainted); empty while it stays."""
     sick: str = ""
     """What is wrong with its node's devices: no new request should go there."""
+    accused: tuple[str, ...] = ()  # conditions of its node that call devices bad, as TYPE=STATUS
+    suspected: str = ""  # they call too many nodes bad to be believed, in words (`node_conditions.py`)
     deletion_cost: int = 0  # controller.kubernetes.io/pod-deletion-cost: among equals the cheapest goes first
     busy: float | None = None  # requests that it runs; None: unknown
     serving: bool = False  # the routers are told to use it

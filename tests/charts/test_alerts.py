@@ -127,6 +127,7 @@ SAID: dict[str, tuple[str, ...]] = {
     # reason: alerts
     "Deleting": (),  # as it should be, for as long as spec.deletion.wait
     "DeletionLate": (),  # it is gone in a moment
+    "DevicesSuspected": ("DevicesSuspected",),
     "FabricSuspected": ("KvPathsFail",),
     "HealingBudgetSpent": ("KvPathsFail",),
     "HeldByFinalizer": ("KeptDeleted",),

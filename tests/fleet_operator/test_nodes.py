@@ -14,10 +14,11 @@ from fleet_operator.health.fleets import readiness
 from fleet_operator.health.passes import Unmeasured
 from fleet_operator.known_nodes import KnownNodes
 from fleet_operator.names import FETCH, FETCH_NODE, ROLE
-from fleet_operator.nodes import NodeView, going_away, observe_node, sick_nodes
-from fleet_operator.observe import observe_fetching
+from fleet_operator.nodes import NodeView, accused_nodes, going_away, observe_node, sick_nodes
+from fleet_operator.observe import Surroundings, observe_fetching, observe_pods
 from fleet_operator.render.prefetch import fetches_ahead
 from fleet_operator.settings import Platform
+from fleet_planner.node_conditions import believed
 from fleet_wire import endpoints
 from tests.fleet_operator.world import NAMESPACE, World, manifest
 
@@ -63,8 +64,10 @@ def node(name: str = "n", *, taints: tuple[str, ...] = (), cordoned: bool = Fals
 )
 def test_what_a_node_says(found: dict[str, Any], leaving: str, sick: str):
     views = {"n": observe_node(found, Platform())}
-    assert going_away(views) == ({"n": leaving} if leaving else {})
-    assert sick_nodes(views, views) == ({"n": sick} if sick else {})
+    around = Surroundings(leaving=going_away(views), sick=sick_nodes(views, views), accused=accused_nodes(views))
+    meta = {"name": "p", "uid": "u", "labels": {ROLE: "decode"}}
+    (pod,) = believed(observe_pods([{"metadata": meta, "spec": {"nodeName": "n"}}], around), ())
+    assert (pod.leaving, pod.sick) == (leaving, sick)
 
 
 @pytest.mark.parametrize(("effect", "counts"), [("NoSchedule", True), ("NoExecute", True), ("PreferNoSchedule", False)])
@@ -83,7 +86,7 @@ def test_a_monitor_that_does_not_reach_its_own_daemon_says_nothing_of_devices(re
     """EKS's says so of every node at once, for good where its DCGM is not installed, and repairs nothing for it."""
     found = node(AcceleratedHardwareReady="False")
     found["status"]["conditions"][-1] |= {"reason": reason} if reason is not None else {}
-    assert bool(observe_node(found, Platform()).sick) is sick
+    assert bool(observe_node(found, Platform()).accused) is sick
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,7 @@ def test_a_fetching_pod_that_is_older_than_its_node_is_seen(made_at: str | None,
         world.operator.feed(NODE, WatchEvent("ADDED", machine))
         meta = {"name": "p", "uid": "u", "labels": {FETCH: "k"}, "annotations": {FETCH_NODE: "n1"}}
         pod = {"metadata": {**meta, "creationTimestamp": "2026-01-01T00:00:10Z"}, "spec": {}}
-        (found,) = observe_fetching([pod], world.operator._places().made_at)
+        (found,) = observe_fetching([pod], world.operator._places.made_at)
         assert found.outlived is outlived
 
     asyncio.run(scenario())

@@ -47,6 +47,7 @@ def test_a_pod_is_observed_again_when_it_or_what_is_around_it_changed():
     assert observe_pods([one], Surroundings(), before)[0] is first
     for around in (
         Surroundings(serving=frozenset({"u"})), Surroundings(leaving={"n": "x"}), Surroundings(sick={"n": "x"}),
+        Surroundings(accused={"n": ("x",)}),
         Surroundings(busy={"p-0": 1.0}), Surroundings(told=frozenset({"u"})),
     ):  # fmt: skip
         assert observe_pods([one], around, before) == observe_pods([one], around) != (first,)

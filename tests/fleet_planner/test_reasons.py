@@ -37,6 +37,7 @@ CONDITIONS: dict[str, tuple[ConditionType, str, Told, Told]] = {
     "Deleting": ("Available", "False", "Normal", "Normal"),
     "DeletionLate": ("Available", "False", "Warning", "Warning"),
     "DevicesFailing": ("WithinRatio", "True", "Warning", "Warning"),
+    "DevicesSuspected": ("WithinRatio", "True", "Warning", "Warning"),
     "FabricSuspected": ("Disaggregating", "False", "Warning", "Warning"),
     "Fresh": ("TelemetryFresh", "True", "", ""),
     "HealingBudgetSpent": ("Disaggregating", "False", "Warning", "Warning"),
