@@ -100,7 +100,7 @@ class Runs:
         del self.by_first[run.keys[0]]
         run.keys, run.start, run.parent = parent.keys + run.keys, parent.start, parent.parent
         self.by_first[run.keys[0]] = run
-        parent.mask = 0
+        parent.mask, parent.keys = 0, []  # it is in its workers' notes until their generation ends
 
     def drop(self, run: Run, bit: int) -> None:
         """This worker holds it no more; nobody: it goes."""
