@@ -141,8 +141,9 @@ class _Held:
     def _drop_while(self, runs: Runs, run: Run | None, number: int) -> None:
         """What was not used since: of a run that was cut, the end may be, and its beginning then not."""
         while run is not None and self.generation(run) == number:
+            before = run.parent
             self.drop(runs, run)
-            run = run.parent
+            run = before
 
     def drop(self, runs: Runs, run: Run) -> None:
         """It has not got this one any more, which it had."""

@@ -103,10 +103,11 @@ class Runs:
         parent.mask, parent.keys = 0, []  # it is in its workers' notes until their generation ends
 
     def drop(self, run: Run, bit: int) -> None:
-        """This worker holds it no more; nobody: it goes."""
+        """This worker holds it no more; nobody: it goes, and keeps nothing that was before it."""
         run.mask &= ~bit
         if run.mask == 0:
             del self.by_first[run.keys[0]]
             self.keys -= len(run.keys)
             if run.parent is not None:
                 run.parent.kids -= 1
+                run.parent = None

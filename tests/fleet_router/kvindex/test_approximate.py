@@ -277,6 +277,18 @@ def kept_runs(index: ApproximateIndex) -> set[Run]:
     return found
 
 
+def test_runs_that_collide_behind_each_other_leave_nothing():
+    """Each of them kept the one before it, which had long been forgotten: 200 bytes per prompt, for as long as one is known."""
+    index = joined("w", capacity=LEAST_KEYS)
+    index.add([0, 1], "w")
+    index.add([0, 9_999], "w")
+    for number in range(1, 3_000):
+        index.add([number, number + 1], "w")
+    assert 0 < index.entries <= LEAST_KEYS
+    assert len(kept_runs(index)) <= 3 * LEAST_KEYS
+    check_runs(index)
+
+
 def test_what_a_pair_was_sent_turn_by_turn_is_in_memory_once():
     """Each turn's run that was united with the next stayed in its generation's notes with all keys up to it: conversations of
     300 turns were 716 bytes per key instead of 160, hundreds of MB in all."""
