@@ -294,6 +294,8 @@ class ApproximateIndex:
 
     def _unite(self, path: Sequence[Run]) -> None:
         """Those that the same workers hold, each since the same generation, and nothing else is between."""
+        mask = 0
+        holders: list[_Held] = []
         for i in range(1, len(path)):
             before, run = path[i - 1], path[i]
             if (
@@ -301,8 +303,9 @@ class ApproximateIndex:
                 or before.start + len(before.keys) != run.start
             ):  # fmt: skip
                 continue
-            holders = self._of(run.mask)
-            if all([held.generation(before) == held.generation(run) for held in holders]):
+            if run.mask != mask:
+                mask, holders = run.mask, self._of(run.mask)
+            if _alike(holders, before, run):
                 for held in holders:
                     held.shared.pop(before, None)
                 self.runs.unite(before, run)
@@ -331,6 +334,11 @@ class ApproximateIndex:
             held.note(self.runs.put(new, end, held.bit, held.youngest, last), size, stands_for)
         held.keys += size
         held.bytes += stands_for
+
+
+def _alike(holders: Sequence[_Held], before: Run, run: Run) -> bool:
+    """All of them used both last in the same generation: no list is made, where they did not one of the first tells."""
+    return all(held.generation(before) == held.generation(run) for held in holders)
 
 
 def _lumped(found: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -409,6 +409,32 @@ def test_a_conversation_that_a_pair_holds_does_not_get_longer_to_look_for():
     assert len(index) == 300
 
 
+class Asked(dict):
+    asked = 0
+
+    def __getitem__(self, run: Run) -> int:
+        self.asked += 1
+        return super().__getitem__(run)
+
+
+def test_what_cannot_be_united_is_found_out_by_few_looks_however_many_hold_it():
+    """A prompt that 64 workers hold, of which one was sent beginnings at other times: every holder was asked at each end of one,
+    0.4 ms for each prompt that begins so, of a path of 343 runs 0.7 ms (compiled)."""
+    index, keys = joined(*(f"w{i}" for i in range(64)), capacity=64 * 800), list(range(30))
+    for worker in index._held:
+        index.add(keys, worker)
+    for end in range(29, 14, -1):
+        index.add(list(range(1_000, 1_100)), "w0")  # a generation of its own
+        index.add(keys[:end], "w0")
+    assert len(index.runs.path(keys)[0]) == 16
+    for one in index._held.values():
+        one.shared = Asked(one.shared)
+    index.add([*keys, 30], "w63")
+    assert len(index.runs.path(keys)[0]) == 16
+    assert sum(one.shared.asked for one in index._held.values()) <= 100
+    check_runs(index)
+
+
 def test_many_depths_are_lumped():
     workers = [f"w{i}" for i in range(12)]
     index, keys = joined(*workers), list(range(100))
