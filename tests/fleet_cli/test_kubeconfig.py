@@ -56,6 +56,15 @@ def kubeconfig(folder: Path, user: dict[str, object], **cluster: object) -> str:
     return str(path)
 
 
+def started(number: signal.Signals, command: list[str], **how: Any) -> subprocess.Popen[str]:
+    """A process that heeds this signal, also where whoever runs these tests ignores it: `nohup make test &`."""
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        return subprocess.Popen(command, text=True, **how)
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_whoever_follows_a_rollout_leaves_no_key_behind(number: signal.Signals, tmp_path: Path):
     """A `timeout 60 fleet rollout status`, or a terminal that was closed, left the private key of the kubeconfig in /tmp."""
@@ -63,7 +72,7 @@ def test_whoever_follows_a_rollout_leaves_no_key_behind(number: signal.Signals, 
     with secured(tmp_path) as path:
         command = [sys.executable, "-m", "fleet_cli.main", "rollout", "status", "f", "--kubeconfig", path]
         environment = {**os.environ, "TMPDIR": str(scratch)}
-        with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as following:
+        with started(number, command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as following:
             assert following.stdout is not None
             assert following.stdout.readline() == "Progressing: words\n"
             assert any(scratch.iterdir())
@@ -90,7 +99,7 @@ def test_an_explain_that_is_ended_leaves_no_way_to_a_router_open(number: signal.
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     command = [sys.executable, "-m", "fleet_cli.main", "explain", "--fleet", "f"]
     environment = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as asking:
+    with started(number, command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as asking:
         while not (pid := tmp_path / "pid").exists() or not pid.read_text().strip():
             assert asking.poll() is None
             time.sleep(0.05)

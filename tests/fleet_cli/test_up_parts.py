@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import random
 import signal
 import socket
 import subprocess
@@ -137,8 +138,16 @@ def test_a_fleet_on_vllm_needs_vllm():
         check_engine(on_vllm, None)
 
 
+def taking_a_port() -> socket.socket:
+    """One that no outgoing connection of another suite gets once it is free again."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with contextlib.suppress(OSError):
+            return socket.create_server(("127.0.0.1", port))
+    raise AssertionError("all are taken")
+
+
 def test_a_busy_port_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with taking_a_port() as taken:
         port = taken.getsockname()[1]
         with pytest.raises(RunError, match=f"port {port} on 127.0.0.1 is in use"):
             check_port(port)
