@@ -360,14 +360,6 @@ def test_a_long_prompt_costs_few_look_ups_and_many_depths_are_lumped():
     assert union == (1 << 100) - 1
 
 
-class Looked(dict):
-    looks = 0
-
-    def get(self, *args):
-        self.looks += 1
-        return super().get(*args)
-
-
 def test_a_prompt_is_found_by_few_looks_whatever_its_length():
     """A system prompt of 10 KB, and a question of many more behind it: where the questions part, and no further."""
     index = joined("w")
@@ -375,7 +367,7 @@ def test_a_prompt_is_found_by_few_looks_whatever_its_length():
         shared = [beginning * 1_000 + i for i in range(34)]
         for question in range(5):
             keys = [*shared, *(100_000 + 100 * question + 10_000 * beginning + i for i in range(300))]
-            index.runs.by_first = looked = Looked(index.runs.by_first)
+            index.runs.by_first = looked = Counted(index.runs.by_first)
             assert index.depths(keys) == ([(34, LOWEST_BIT)] if question else [])
             assert looked.looks <= 2
             index.add(keys, "w")
