@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -352,7 +352,7 @@ class WorkerTable:
     def _has(self, worker: Worker) -> bool:
         return self.workers.get(worker.uid) is worker
 
-    def depart(self, choice: Choice, now: float, ask: Ask, decide: Decide, keys: Sequence[int], told: bool) -> Trip | None:
+    def depart(self, choice: Choice, now: float, ask: Ask, decide: Decide, keys: list[int], told: bool) -> Trip | None:
         """The first leg is sent; see `Routing.depart`. None for policies that learn nothing. Of several answers that one worker
         writes side by side no time is learnt."""
         offer = choice.offer

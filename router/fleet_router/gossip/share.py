@@ -79,7 +79,7 @@ class Share:
             requests, tokens = account.requests, account.tokens
             yield Use(name, account.inflight, 0 if requests is None else requests.taken, 0 if tokens is None else tokens.taken)
 
-    def _hints(self, news: Mapping[tuple[str, int], Sequence[int]]) -> Iterator[Hint]:
+    def _hints(self, news: Mapping[tuple[str, int], list[int]]) -> Iterator[Hint]:
         for (uid, _), keys in news.items():
             if (name := self._names.get(uid)) is not None:
                 yield hint_of(name, keys)
@@ -88,7 +88,7 @@ class Share:
         for hint in hints:
             worker = self._workers.get(hint.worker)
             if worker is not None:
-                self._index.learn(hint.keys, worker.uid)
+                self._index.learn(list(hint.keys), worker.uid)
 
     def _apply(self, now: float) -> None:
         workers, tenants = self.peers.changes()

@@ -175,7 +175,7 @@ class ApproximateIndex:
         self.runs = Runs()
         self._held: dict[str, _Held] = {}
         self._by_bit: dict[int, _Held] = {}
-        self.news: dict[tuple[str, int], Sequence[int]] | None = None
+        self.news: dict[tuple[str, int], list[int]] | None = None
         """What was sent, by worker and last key, for other routers; None when there are none. Whoever tells them empties it."""
 
     def __len__(self) -> int:
@@ -215,7 +215,7 @@ class ApproximateIndex:
         for held in self._held.values():
             held.size(part, held.most_bytes)
 
-    def depths(self, keys: Sequence[int], among: int = -1) -> list[tuple[int, int]]:
+    def depths(self, keys: list[int], among: int = -1) -> list[tuple[int, int]]:
         """(pieces, workers as bits), the deepest first. So many different depths are told apart as in `masks.depths`."""
         found: list[tuple[int, int]] = []
         at, alive, count, by_first = 0, among, len(keys), self.runs.by_first
@@ -235,13 +235,13 @@ class ApproximateIndex:
         found.reverse()
         return found if len(found) <= STEPS_MOST else _lumped(found)
 
-    def add(self, keys: Sequence[int], worker: str) -> None:
+    def add(self, keys: list[int], worker: str) -> None:
         """This worker is being sent a prompt with these keys."""
         if (news := self.news) is not None and keys and len(news) < MOST_NEWS:
             news[worker, keys[-1]] = keys
         self.learn(keys, worker)
 
-    def learn(self, keys: Sequence[int], worker: str) -> None:
+    def learn(self, keys: list[int], worker: str) -> None:
         """This worker was sent a prompt with these keys, by whomever."""
         held = self._held.get(worker)
         if held is None or not keys:
@@ -274,7 +274,7 @@ class ApproximateIndex:
             if held.young_keys + count - used > held.room_keys or held.young_bytes + size - BYTES_OF[used] > held.room_bytes:
                 held.turn()
 
-    def _parted(self, path: list[Run], keys: Sequence[int], end: int, same: int) -> int:
+    def _parted(self, path: list[Run], keys: list[int], end: int, same: int) -> int:
         """Others go on in the last run where this prompt ends or parts from them: it is cut there. Up to which key the path goes
         then: all of them where keys collide, and nothing more is kept of this prompt."""
         while path and same < len(path[-1].keys):
@@ -318,10 +318,10 @@ class ApproximateIndex:
             mask &= mask - 1
         return found
 
-    def _append(self, held: _Held, keys: Sequence[int], end: int, last: Run | None) -> None:
+    def _append(self, held: _Held, keys: list[int], end: int, last: Run | None) -> None:
         """What of a prompt is new, behind the run that was its last. A conversation that only this worker has goes on in its run:
         each turn would be a run more to be looked for."""
-        new = list(keys[end:])
+        new = keys[end:]
         size, stands_for = len(new), BYTES_OF[len(keys)] - BYTES_OF[end]
         if (
             last is not None and last.kids == 0 and last.mask == held.bit and last.generation == held.youngest

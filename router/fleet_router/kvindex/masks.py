@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 REBUILT_AT: Final = 4
@@ -43,7 +42,7 @@ class Bits:
             self._free.append(bit)
 
 
-def depths(masks: dict[int, int], keys: Sequence[int], among: int) -> list[tuple[int, int]]:
+def depths(masks: dict[int, int], keys: list[int], among: int) -> list[tuple[int, int]]:
     """(keys held, workers), the deepest first, of those in `among`.
 
     Whoever holds a key is taken to hold all before it, so that a depth is found by bisection: a prompt of a thousand keys costs

@@ -393,7 +393,7 @@ class PreciseIndex:
             holding.doubt = None
             self.lacking &= ~holding.bit
 
-    def depths(self, keys: Sequence[int], among: int = -1) -> list[tuple[float, int]]:
+    def depths(self, keys: list[int], among: int = -1) -> list[tuple[float, int]]:
         """(blocks, workers as bits), the deepest first."""
         found: list[tuple[float, int]] = list(depths(self._fast, keys, among))
         if not self._slow:

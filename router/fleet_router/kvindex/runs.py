@@ -8,8 +8,6 @@ prompt parts from others inside of one, that is cut there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 
 class Run:
     """Whoever holds a part of it holds all of it."""
@@ -28,7 +26,7 @@ class Run:
         self.kids = 0
         """Runs right behind it."""
 
-    def common(self, keys: Sequence[int], at: int) -> int:
+    def common(self, keys: list[int], at: int) -> int:
         """How many of its keys a prompt has from its key `at` on, which is its first. Equal keys mean equal prefixes: the last is
         looked at, then it is found by bisection."""
         mine = self.keys
@@ -55,7 +53,7 @@ class Runs:
         self.keys = 0
         """Of all runs."""
 
-    def path(self, keys: Sequence[int], at: int = 0) -> tuple[list[Run], int, int]:
+    def path(self, keys: list[int], at: int = 0) -> tuple[list[Run], int, int]:
         """Runs that a prompt has from its key `at` on, up to which key, and how many keys of the last run: where these are not
         all, others have more of it."""
         path: list[Run] = []

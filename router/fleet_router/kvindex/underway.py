@@ -29,7 +29,7 @@ class Underway:
         self.keys = 0
         """At workers."""
 
-    def sent(self, keys: Sequence[int], bit: int) -> bool:
+    def sent(self, keys: list[int], bit: int) -> bool:
         """A prompt goes to this worker; False: there is no room to note it, and `over` is not to be called."""
         if self.keys + len(keys) > self._most:
             return False
@@ -45,7 +45,7 @@ class Underway:
             counts[key] = count + 1
         return True
 
-    def over(self, keys: Sequence[int], bit: int) -> None:
+    def over(self, keys: list[int], bit: int) -> None:
         """It is computed, or will not be."""
         counts = self._counts.get(bit)
         if counts is None:
@@ -59,7 +59,7 @@ class Underway:
                 drop_bit(self.masks, key, bit)
                 self.keys -= 1
 
-    def depths(self, keys: Sequence[int], among: int) -> list[tuple[int, int]]:
+    def depths(self, keys: list[int], among: int) -> list[tuple[int, int]]:
         """(pieces, workers as bits), the deepest first."""
         return depths(self.masks, keys, among)
 

@@ -95,17 +95,17 @@ class Routing:
             group.decode.cool(HEAT_KEEP)
         self._part = (self._part + 1) % RELAX_PARTS
 
-    def known(self, keys: Sequence[int], size: int, tokens: float, among: int = -1) -> list[tuple[float, int]]:
+    def known(self, keys: list[int], size: int, tokens: float, among: int = -1) -> list[tuple[float, int]]:
         """What the approximate index knows of a prompt of `size` bytes and about so many tokens: (tokens, workers as bits), most
         first. The tail behind the last full piece goes with the piece before it: less than a hundred tokens, of long prompts less
         than an eighth."""
         return _in_tokens(self.index.depths(keys, among), len(keys), size, tokens)
 
-    def coming(self, keys: Sequence[int], size: int, tokens: float, among: int) -> list[tuple[float, int]]:
+    def coming(self, keys: list[int], size: int, tokens: float, among: int) -> list[tuple[float, int]]:
         """The same of what these workers were sent and have not computed yet: KV events tell of it only then."""
         return _in_tokens(self.underway.depths(keys, among), len(keys), size, tokens)
 
-    def depart(self, offer: Offer, now: float, adapter: str, stream: bool, whole: bool, keys: Sequence[int], told: bool) -> Trip:
+    def depart(self, offer: Offer, now: float, adapter: str, stream: bool, whole: bool, keys: list[int], told: bool) -> Trip:
         """A prompt with these keys is sent to its first worker. `whole`: its answer's length and time will be told; `told`: KV
         events tell of it once it is computed."""
         group = self.groups[offer.decode.group]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from fleet_router.kvindex.underway import Underway
@@ -40,13 +39,13 @@ class Trip:
 
     def __init__(
         self, group: Group, offer: Offer, now: float, *, stream: bool, adapter: str = "", learns_whole: bool = False,
-        underway: Underway | None = None, keys: Sequence[int] = (),
+        underway: Underway | None = None, keys: list[int] | None = None,
     ) -> None:  # fmt: skip
         self._group, self._offer, self._stream = group, offer, stream
         self.learns_whole = learns_whole and not stream
         first = offer.prefill or offer.decode
-        self._underway, self._keys = underway, keys
-        if underway is not None and not underway.sent(keys, first.bit):
+        self._underway, self._keys = underway, keys or []
+        if underway is not None and not underway.sent(self._keys, first.bit):
             self._underway = None
         self._prefilling: Prefilling | None = prefill_sent(first, offer.missing, now)
         self._hedge: Prefilling | None = None
