@@ -12,9 +12,20 @@ from typing import Any
 
 import pytest
 
+from fleet_router import tokeniser
 from fleet_router.encoding import INLINE_MOST_S, SLOW_S, Encoding
 from fleet_router.linear import PATTERNS
-from fleet_router.tokeniser import CONVERSATION, FEW_MESSAGES, INLINE_CHARS, QUICK_S, Tokeniser, UnreadableError
+from fleet_router.tokeniser import (
+    CONVERSATION,
+    FEW_MESSAGES,
+    INLINE_CHARS,
+    PROBE_HOPELESS_S,
+    PROBE_S,
+    PROBE_TRIES,
+    QUICK_S,
+    Tokeniser,
+    UnreadableError,
+)  # fmt: skip
 from fleet_worker.tinymodel import make_tiny_model
 from tests.fleet_router.rig import until
 from tests.fleet_router.test_encoding import IDS, TEXT, Encodes
@@ -63,8 +74,26 @@ def word_piece(made: dict[str, Any]) -> None:
     made["added_tokens"], made["post_processor"], made["decoder"] = [], None, None
 
 
+class Stolen:
+    """A thread's clock that goes on by so much over each of its first tries; nothing else takes time."""
+
+    def __init__(self, *takes_s: float, then_s: float = 0.0) -> None:
+        self.takes_s, self.then_s, self.now_s, self.asked = list(takes_s), then_s, 0.0, 0
+
+    def thread_time(self) -> float:
+        self.asked += 1
+        if self.asked % 2 == 0:
+            self.now_s += self.takes_s.pop(0) if self.takes_s else self.then_s
+        return self.now_s
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
 @pytest.mark.parametrize("change", [nothing, *map(pattern, sorted(PATTERNS)), normalizer(type="NFC")])
-def test_what_models_in_use_have_is_known_to_be_quick(folder: Path, change: Change):
+def test_what_models_in_use_have_is_known_to_be_quick(folder: Path, monkeypatch: pytest.MonkeyPatch, change: Change):
+    """Whatever the machine: over 2,048 line breaks one of them takes 8 ms of a slow one's core, and has its thread there."""
+    monkeypatch.setattr(tokeniser, "time", Stolen())
     assert Tokeniser(files(folder, change)).inline_chars == INLINE_CHARS
 
 
@@ -96,6 +125,28 @@ def test_what_models_in_use_have_is_known_to_be_quick(folder: Path, change: Chan
 )
 def test_every_other_one_has_its_thread(folder: Path, change: Change):
     assert Tokeniser(files(folder, change)).inline_chars == 0
+
+
+@pytest.mark.parametrize(
+    ("clock", "inline_chars"),
+    [
+        pytest.param(Stolen(2 * QUICK_S), INLINE_CHARS, id="once slow"),
+        pytest.param(Stolen(2 * PROBE_S, 2 * PROBE_S, 2 * QUICK_S), INLINE_CHARS, id="three times slow: others had the core"),
+        pytest.param(Stolen(*[2 * QUICK_S] * PROBE_TRIES), 0, id="slow each time, over one text"),
+    ],
+)
+def test_who_is_slow_once_is_tried_again(folder: Path, monkeypatch: pytest.MonkeyPatch, clock: Stolen, inline_chars: int):
+    """A virtual machine whose core others were given as well took a model's tokenizer for a slow one until the next start."""
+    monkeypatch.setattr(tokeniser, "time", clock)
+    assert Tokeniser(files(folder, nothing)).inline_chars == inline_chars
+
+
+@pytest.mark.parametrize("clock", [Stolen(*[2 * PROBE_S] * PROBE_TRIES), Stolen(PROBE_HOPELESS_S)])
+def test_who_is_far_too_slow_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch, clock: Stolen):
+    monkeypatch.setattr(tokeniser, "time", clock)
+    with pytest.raises(ValueError, match="characters like 'a'"):
+        Tokeniser(files(folder, nothing))
+    assert clock.takes_s == []
 
 
 def test_nothing_is_encoded_on_the_loop_by_one_that_is_not_known(folder: Path, tmp_path: Path):
